@@ -22,6 +22,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
+import dispatch
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -50,8 +52,8 @@ def source_state() -> dict[str, Any]:
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown", "dirty": None}
 
-# %% ../../nbs/core/00_evidence.ipynb #2619db09
-PACKAGES = ("dispatch-moe", "torch", "triton", "transformers", "vllm", "sglang", "flashinfer-python", "numpy")
+# %% ../../nbs/core/00_evidence.ipynb #47a49bcb
+PACKAGES = ("torch", "triton", "transformers", "vllm", "sglang", "flashinfer-python", "numpy")
 
 def _version(package: str) -> str | None:
     try: return importlib.metadata.version(package)
@@ -80,7 +82,7 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if gpus else None,
         "cpu_count": os.cpu_count(),
         "platform": platform.platform(),
-        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
+        "versions": {"python": platform.python_version(), "dispatch": dispatch.__version__, **{p: v for p in PACKAGES if (v := _version(p))}},
     }
     return found | (_gpu_state() if gpus else {})
 
