@@ -59,7 +59,7 @@ def kernels_of_the_package() -> dict[str, triton.runtime.JITFunction]:
     return found
 
 
-def compile_case(fn: triton.runtime.JITFunction, arch: int, types: dict, meta: dict, launch: tuple[int, int]) -> triton.compiler.CompiledKernel:
+def compile_case(fn, arch: int, types: dict, meta: dict, launch: tuple[int, int]):
     "One kernel for one architecture, with every pointer and size divisible by 16."
     constants, signature, attrs = dict(meta), {}, {}
     for i, name in enumerate(fn.arg_names):
@@ -79,7 +79,8 @@ def main() -> None:
             for case, types, meta, launch in cases():
                 done = compile_case(kernels[name], arch, types, meta, launch)
                 mma = sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)", done.asm["ptx"])))
-                print(json.dumps(dict(kernel=name, arch=arch, case=case, shared=done.metadata.shared, limit=SHARED_LIMIT[arch], mma=mma)), flush=True)
+                row = dict(kernel=name, arch=arch, case=case, shared=done.metadata.shared, limit=SHARED_LIMIT[arch], mma=mma)
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__": main()

@@ -57,7 +57,8 @@ def race_table(
     table = pd.DataFrame({"experts hit": first.experts_hit})
     if first.floor_us.notna().any(): table["floor µs"] = first.floor_us
     times = frame.pivot_table(index="tokens", columns=["contestant", "backend", "mode"], values="median_us", sort=False)
-    for (who, backend, mode), us in times.items():
+    for key, us in times.items():
+        who, backend, mode = (str(k) for k in key) if isinstance(key, tuple) else ("", "", str(key))
         table[f"{backend if who in ('dispatch', 'reference') else who} {mode} µs"] = us
     ours = frame[(frame.contestant == "dispatch")].set_index("tokens")
     if len(ours) and "stock eager µs" in table:
@@ -80,7 +81,7 @@ def as_markdown(
         if v != v: return "–"
         if column.startswith(("speed-up", "over")): return f"{v:.2f}×"
         return f"{v:,.0f}" if v >= 100 or v == int(v) else f"{v:.1f}"
-    shown = pd.DataFrame({c: [cell(c, v) for v in table[c]] for c in table})
+    shown = pd.DataFrame({c: [cell(str(c), v) for v in table[c]] for c in table.columns})
     return str(shown.to_markdown(index=False, colalign=["right"] * len(shown.columns), disable_numparse=True))
 
 # %% ../../nbs/bench/79_headlines.ipynb #7a3abc93

@@ -89,7 +89,7 @@ def race_cell(
         f"{who.name} ({who.backend})", lambda p: layers[p.weight_set](*p[:3]),
         lambda p: reference_moe(p.hidden_states, *sets[p.weight_set], p.top_k_weights, p.top_k_index),
         inputs, mode, calls=len(inputs), samples=samples)
-    hits = [int(p.top_k_index.unique().numel()) for p in inputs]
+    hits = [len(set(p.top_k_index.flatten().tolist())) for p in inputs]
     tokens, dtype = inputs[0].hidden_states.shape[0], inputs[0].hidden_states.dtype
     hit = sum(hits) / len(hits)
     return dict(

@@ -60,8 +60,9 @@ def _version(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError: return None
 
 def _smi(*args: str) -> str | None:  # pragma: gpu
-    try: return subprocess.run(["nvidia-smi", *args], check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    try: done = subprocess.run(["nvidia-smi", *args], check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError): return None
+    return done.stdout.strip()
 
 _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu")
 
@@ -162,7 +163,7 @@ class Run:
         if (self.folder / "manifest.json").exists(): raise EvidenceError(f"{self.id} is complete and takes no more rows")
         try: line = json.dumps(row, allow_nan=False)
         except (TypeError, ValueError) as e: raise EvidenceError(f"row of {table!r} is no JSON: {e}; row: {row}") from e
-        if table not in self._files: self._files[table] = open(self.folder / f"{table}.jsonl", "a")
+        if table not in self._files: self._files[table] = open(self.folder / f"{table}.jsonl", "a")  # noqa: SIM115 (closed on leaving the run)
         print(line, file=self._files[table], flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -176,7 +177,7 @@ class Run:
             "run": self.id, "phase": self.phase, "part_of": self.part_of, **self.source,
             "notebook": name,
             "notebook_sha256": _sha256(self.notebook) if self.notebook and self.notebook.exists() else None,
-            "parameters": self.parameters, **self.machine,
+            "parameters": self.parameters, **self.machine, **(_gpu_state() if self.machine["gpu"] else {}),
             "start": self.start.isoformat(timespec="seconds"), "end": end.isoformat(timespec="seconds"),
             **self.price, "cost_usd": cost,
             "exit_status": "ok" if kind is None else f"failed: {kind.__name__}: {error}",
@@ -223,8 +224,11 @@ def read_run(
     if not path.exists(): raise EvidenceError(f"{folder}: no manifest.json, so the run did not finish")
     try: manifest = json.loads(path.read_text())
     except ValueError as e: raise EvidenceError(f"{path}: not JSON ({e})") from e
-    missing = {"run", "files", "exit_status", "start", "gpu", "commit"} - set(manifest if isinstance(manifest, dict) else ())
-    if missing: raise EvidenceError(f"{path}: lacks {', '.join(sorted(missing))}")
+    needed = {"run": str, "files": dict, "exit_status": str, "start": str, "commit": str,
+              "versions": dict, "gpu": (str, type(None))}
+    got = manifest if isinstance(manifest, dict) else {}
+    if missing := [k for k, kind in needed.items() if not isinstance(got.get(k, ...), kind)]:
+        raise EvidenceError(f"{path}: lacks {', '.join(missing)}")
     for name, sha in manifest["files"].items():
         if not (folder / name).exists(): raise EvidenceError(f"{folder / name}: named by the manifest, but missing")
         if _sha256(folder / name) != sha: raise EvidenceError(f"{folder / name}: changed since the run (sha256 differs)")

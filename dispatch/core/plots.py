@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['RC', 'COLOURS', 'DASHES', 'style', 'svg', 'over_tokens']
 
-# %% ../../nbs/core/03_plots.ipynb #e9be8b3c
-RC: dict[str, Any] = {
+# %% ../../nbs/core/03_plots.ipynb #111c2d6f
+RC: Any = {
     "svg.hashsalt": "dispatch", "svg.fonttype": "none", "font.family": "DejaVu Sans", "figure.dpi": 96,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
 }
@@ -81,7 +81,8 @@ def over_tokens(
 
 
 def _panel(ax: Axes, frame: pd.DataFrame, y: str, floor: str | None) -> None:
-    for (who, mode), line in frame.groupby(["contestant", "mode"], sort=True):
+    for key, line in frame.groupby(["contestant", "mode"], sort=True):
+        who, mode = map(str, key)
         line = line.sort_values("tokens")
         ax.plot(line.tokens, line[y], marker="o", ms=3.5, color=COLOURS.get(who, "black"), dashes=DASHES[mode],
                 label=f"{who} ({mode})")

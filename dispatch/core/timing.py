@@ -16,7 +16,7 @@ import torch
 
 # %% auto #0
 __all__ = ['REL_ERR_BOUND', 'Call', 'T', 'Agreement', 'agreement', 'Disagreement', 'check_agreement', 'Timing', 'rotate',
-           'time_graph', 'time_eager', 'time_checked']
+           'synchronize', 'time_graph', 'time_eager', 'count_launches', 'time_checked']
 
 # %% ../../nbs/core/01_timing.ipynb #3c51c01b
 @dataclass(frozen=True)
@@ -94,49 +94,51 @@ def rotate(
     return [lambda x=x: fn(x) for x in islice(cycle(inputs), calls)]  # type: ignore[misc]
 
 
-def _first_call(calls: Sequence[Call]) -> float:
-    "Seconds of the first call, compilation included; then one call of each thunk, so that all is warm."
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    start = time.perf_counter()
-    calls[0](); sync()
-    first = time.perf_counter() - start
-    for call in calls: call()
-    sync()
-    return first
+def synchronize() -> None:
+    "Wait for the GPU, where there is one."
+    if torch.cuda.is_available(): torch.cuda.synchronize()
 
 # %% ../../nbs/core/01_timing.ipynb #d9adc243
 def time_graph(  # pragma: gpu
     calls: Sequence[Call],  # what one graph holds; each must be capturable (no host synchronisation)
     replays: int = 30,  # samples
     warmup: int = 3,  # replays before the first sample
-) -> Timing:
-    "Time of one call inside a CUDA graph of all `calls`, launch gaps excluded. Needs a GPU."
-    first = _first_call(calls)
+) -> list[float]:  # µs a call
+    "Time of one call inside a CUDA graph of all `calls`, launch gaps excluded. Needs a GPU. The calls must have run before."
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls: call()
     for _ in range(warmup): graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     us = []
     for _ in range(replays):
         begin.record(); graph.replay(); end.record(); end.synchronize()
         us.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return Timing(us, first)
+    return us
 
 
 def time_eager(
     calls: Sequence[Call],  # launched from Python one after the other
     repeats: int = 30,  # samples
-) -> Timing:
+    warmup: int = 3,  # rounds before the first sample
+) -> list[float]:  # µs a call
     "Time of one call launched from Python, host overhead included: wall clock from an idle device to an idle device."
-    first = _first_call(calls)
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     us = []
-    for _ in range(repeats):
-        sync(); start = time.perf_counter()
+    for _ in range(warmup + repeats):
+        synchronize(); start = time.perf_counter()
         for call in calls: call()
-        sync(); us.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return Timing(us, first)
+        synchronize(); us.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return us[warmup:]
+
+# %% ../../nbs/core/01_timing.ipynb #2a5e7fa9
+def count_launches(  # pragma: gpu
+    call: Call,
+) -> int:
+    "Kernels, copies and fills that one call puts on the GPU, as torch's profiler sees them."
+    from torch.profiler import ProfilerActivity, profile
+    call(); synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen: call(); synchronize()
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in seen.events() or [])
 
 # %% ../../nbs/core/01_timing.ipynb #9580fa80
 def time_checked(
@@ -150,7 +152,11 @@ def time_checked(
     bound: float | None = None,  # largest relative error accepted; default: by dtype
 ) -> tuple[Timing, Agreement]:
     "Check `fn` against `reference` on every input set, then time it. Returns the timing and the largest error found."
+    if not inputs: raise ValueError("inputs is empty; at least one input set is needed, and several times the L2 cache to time it cold")
     if mode not in ("graph", "eager"): raise ValueError(f"mode is {mode!r}; accepted are 'graph' and 'eager'")
+    synchronize(); start = time.perf_counter()
+    fn(inputs[0])
+    synchronize(); first_call_s = time.perf_counter() - start
     found = [check_agreement(fn(x), reference(x), who, bound) for x in inputs]
     timer = time_graph if mode == "graph" else time_eager
-    return timer(rotate(fn, inputs, calls), samples), max(found, key=lambda a: a.rel_err)
+    return Timing(timer(rotate(fn, inputs, calls), samples), first_call_s), max(found, key=lambda a: a.rel_err)

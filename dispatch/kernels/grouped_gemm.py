@@ -18,12 +18,12 @@ from .routing import ExpertTiles, sort_by_expert
 # %% auto #0
 __all__ = ['TileConfig', 'naive_config', 'require_gpu_or_interpreter', 'naive_moe']
 
-# %% ../../nbs/kernels/12_grouped_gemm.ipynb #0ee5bc7f
+# %% ../../nbs/kernels/12_grouped_gemm.ipynb #f34d2f81
 @triton.jit
-def _tile(tile_expert, tile_row, ends, pairs, BLOCK_M: tl.constexpr):
-    "This program's expert (-1: none), its rows in sorted order, which of them are real, and their pair numbers."
-    e = tl.load(tile_expert + tl.program_id(1))
-    rows = tl.load(tile_row + tl.program_id(1)) + tl.arange(0, BLOCK_M)
+def _tile(tile, tile_expert, tile_row, ends, pairs, BLOCK_M: tl.constexpr):
+    "A tile's expert (-1: none), its rows in sorted order, which of them are real, and their pair numbers."
+    e = tl.load(tile_expert + tile)
+    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     real = (rows < tl.load(ends + tl.maximum(e, 0))) & (e >= 0)
     return e.to(tl.int64), rows.to(tl.int64), real, tl.load(pairs + rows, mask=real, other=0).to(tl.int64)
 
@@ -33,9 +33,10 @@ def _gate_up_kernel(
     x, w, h, pairs, ends, tile_expert, tile_row, H, I, stride_xt, stride_xh, stride_we, stride_wn, stride_wh,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    e, rows, real, pair = _tile(tile_expert, tile_row, ends, pairs, BLOCK_M)
+    columns = tl.cdiv(I, BLOCK_N)
+    e, rows, real, pair = _tile(tl.program_id(0) // columns, tile_expert, tile_row, ends, pairs, BLOCK_M)
     if e < 0: return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_ptr = x + (pair // K)[:, None] * stride_xt + k[None, :] * stride_xh
     g_ptr = w + e * stride_we + n[None, :].to(tl.int64) * stride_wn + k[:, None] * stride_wh
@@ -57,9 +58,10 @@ def _down_kernel(
     h, w, y, top_k_weights, pairs, ends, tile_expert, tile_row, H, I, stride_we, stride_wn, stride_wi,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    e, rows, real, pair = _tile(tile_expert, tile_row, ends, pairs, BLOCK_M)
+    columns = tl.cdiv(H, BLOCK_N)
+    e, rows, real, pair = _tile(tl.program_id(0) // columns, tile_expert, tile_row, ends, pairs, BLOCK_M)
     if e < 0: return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     h_ptr = h + rows[:, None] * I + k[None, :]
     w_ptr = w + e * stride_we + n[None, :].to(tl.int64) * stride_wn + k[:, None] * stride_wi
@@ -73,11 +75,12 @@ def _down_kernel(
     acc *= tl.load(top_k_weights + pair, mask=real, other=0.0)[:, None]
     tl.store(y + pair[:, None] * H + n[None, :], acc.to(y.dtype.element_ty), mask=real[:, None] & (n[None, :] < H))
 
-# %% ../../nbs/kernels/12_grouped_gemm.ipynb #6a0bb7f8
+# %% ../../nbs/kernels/12_grouped_gemm.ipynb #da32ef64
 @triton.jit
 def _sum_kernel(y, index, out, H, E, stride_ot, stride_oh, K: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.cdiv(H, BLOCK)
+    t = (tl.program_id(0) // columns).to(tl.int64)
+    n = tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         e = tl.load(index + t * K + k)
@@ -143,11 +146,11 @@ def naive_moe(
     tiles = t.tile_expert.numel()
     launch: dict[str, Any] = dict(num_warps=c.num_warps, num_stages=c.num_stages)
     blocks = (c.block_m, c.block_n, c.block_k)
-    _gate_up_kernel[triton.cdiv(I, c.block_n), tiles](
+    _gate_up_kernel[(triton.cdiv(I, c.block_n) * tiles,)](
         hidden_states, gate_up_proj, h, t.pairs, t.ends, t.tile_expert, t.tile_row, H, I,
         *hidden_states.stride(), *gate_up_proj.stride(), K, *blocks, **launch)
-    _down_kernel[triton.cdiv(H, c.block_n), tiles](
+    _down_kernel[(triton.cdiv(H, c.block_n) * tiles,)](
         h, down_proj, y, weights, t.pairs, t.ends, t.tile_expert, t.tile_row, H, I,
         *down_proj.stride(), *blocks, **launch)
-    _sum_kernel[triton.cdiv(H, 1024), T](y, index, out, H, E, *out.stride(), K, 1024, num_warps=4)
+    _sum_kernel[(triton.cdiv(H, 1024) * T,)](y, index, out, H, E, *out.stride(), K, 1024, num_warps=4)
     return out

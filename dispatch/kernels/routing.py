@@ -42,7 +42,7 @@ def expert_probabilities(
     elif name == "all-to-one" and not arg: p[rng.integers(experts)] = 1e12  # below 1e-12, nobody else's first choice
     elif name != "uniform" or arg:
         raise ValueError(f"distribution is {distribution!r}; accepted are uniform, zipf:S (such as zipf:1.2) and all-to-one")
-    return p / p.sum()
+    return np.asarray(p / p.sum())
 
 
 def synthetic_routing(
@@ -97,4 +97,5 @@ def sort_by_expert(
     used = owner < experts
     safe = owner.clamp(max=experts - 1)
     first = torch.where(safe > 0, tile_ends[(safe - 1).clamp(min=0)], 0)
-    return ExpertTiles(pairs.int(), ends, torch.where(used, owner, -1).int(), torch.where(used, starts[safe] + (tiles - first) * block, 0).int())
+    row = torch.where(used, starts[safe] + (tiles - first) * block, 0)
+    return ExpertTiles(pairs.int(), ends, torch.where(used, owner, -1).int(), row.int())

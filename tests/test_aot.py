@@ -1,0 +1,31 @@
+"""Every Triton kernel compiles, without a GPU, for each architecture that it claims, and fits its shared memory."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("aot.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, cwd=script.parent.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_claimed_architecture(compiled: list[dict]) -> None:
+    for kernel in ("_gate_up_kernel", "_down_kernel", "_sum_kernel", "_read_kernel"):
+        assert {row["arch"] for row in compiled if row["kernel"] == kernel} == {80, 86, 89, 90}
+
+
+def test_shared_memory_fits(compiled: list[dict]) -> None:
+    assert not [row for row in compiled if row["shared"] > row["limit"]]
+
+
+def test_tensor_cores_do_the_products(compiled: list[dict]) -> None:
+    for row in compiled:
+        if row["kernel"] in ("_gate_up_kernel", "_down_kernel") and not row["case"].startswith("fp32"): assert row["mma"], row
