@@ -64,7 +64,8 @@ def _smi(*args: str) -> str | None:  # pragma: gpu
     except (OSError, subprocess.SubprocessError): return None
     return done.stdout.strip()
 
-_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu")
+_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit",
+               "temperature.gpu")
 
 def _gpu_state() -> dict[str, Any]:  # pragma: gpu
     "Driver, clocks (MHz), power limit (W) and topology, as nvidia-smi gives them now."
@@ -76,6 +77,7 @@ def _gpu_state() -> dict[str, Any]:  # pragma: gpu
 def machine() -> dict[str, Any]:
     "GPU (or CPU) name and count, driver, CUDA, clocks, power limit, topology, and the versions of what ran."
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    packages = {p: v for p in PACKAGES if (v := _version(p))}
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0) if gpus else platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
@@ -83,7 +85,7 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda if gpus else None,
         "cpu_count": os.cpu_count(),
         "platform": platform.platform(),
-        "versions": {"python": platform.python_version(), "dispatch": dispatch.__version__, **{p: v for p in PACKAGES if (v := _version(p))}},
+        "versions": {"python": platform.python_version(), "dispatch": dispatch.__version__} | packages,
     }
     return found | (_gpu_state() if gpus else {})
 
@@ -224,7 +226,7 @@ def read_run(
     if not path.exists(): raise EvidenceError(f"{folder}: no manifest.json, so the run did not finish")
     try: manifest = json.loads(path.read_text())
     except ValueError as e: raise EvidenceError(f"{path}: not JSON ({e})") from e
-    needed = {"run": str, "files": dict, "exit_status": str, "start": str, "commit": str,
+    needed: dict[str, Any] = {"run": str, "files": dict, "exit_status": str, "start": str, "commit": str,
               "versions": dict, "gpu": (str, type(None))}
     got = manifest if isinstance(manifest, dict) else {}
     if missing := [k for k, kind in needed.items() if not isinstance(got.get(k, ...), kind)]:
