@@ -11,11 +11,11 @@ step() { # step NAME COMMAND…
   times+=("$((SECONDS - start)) s  $name")
 }
 drift() { # exporting and cleaning again must change nothing
-  local scratch; scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' RETURN
-  cp -r settings.ini _quarto.yml nbs dispatch "$scratch"/
-  (cd "$scratch" && nbdev_export && nbdev_clean) || return 1
-  diff -r -x __pycache__ dispatch "$scratch/dispatch" && diff -r -x .ipynb_checkpoints nbs "$scratch/nbs" ||
+  local scratch=.pytest_cache/drift
+  rm -rf $scratch && mkdir -p $scratch
+  cp -r settings.ini _quarto.yml nbs dispatch $scratch/
+  (cd $scratch && nbdev_export && nbdev_clean) || return 1
+  diff -r -x __pycache__ dispatch $scratch/dispatch && diff -r -x .ipynb_checkpoints nbs $scratch/nbs ||
     { echo "the package is not what the notebooks export; run \`make export\` and commit both"; return 1; }
   python tools/readme.py --check
 }

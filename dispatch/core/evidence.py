@@ -71,7 +71,7 @@ def _gpu_state() -> dict[str, Any]:  # pragma: gpu
     "Driver, clocks (MHz), power limit (W) and topology, as nvidia-smi gives them now."
     line = _smi(f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits")
     values = [v.strip() for v in line.splitlines()[0].split(",")] if line else [None] * len(_SMI_FIELDS)
-    return {**dict(zip(_SMI_FIELDS, values, strict=True)), "topology": _smi("topo", "-m")}
+    return {**dict(zip(_SMI_FIELDS, values, strict=True)), "topology": re.sub(r"\x1b\[[0-9;]*m", "", _smi("topo", "-m") or "") or None}
 
 # %% ../../nbs/core/00_evidence.ipynb #f9b0e13b
 def machine() -> dict[str, Any]:
@@ -174,7 +174,9 @@ class Run:
         hours = (end - self.start).total_seconds() / 3600
         price = self.price["usd_per_gpu_hour"]
         cost = None if price is None else round(price * hours * max(self.machine["gpu_count"], 1), 4)  # type: ignore[operator]
-        name = self.notebook and (self.notebook.name if self.notebook.is_absolute() else self.notebook.as_posix())
+        root = repo_root()
+        inside = self.notebook and root and self.notebook.resolve().is_relative_to(root)
+        name = self.notebook and (self.notebook.resolve().relative_to(root).as_posix() if root and inside else self.notebook.name)
         manifest = {
             "run": self.id, "phase": self.phase, "part_of": self.part_of, **self.source,
             "notebook": name,
