@@ -151,7 +151,8 @@ def run(names: tuple[str, ...], given: tuple[tuple[str, str], ...], show: bool, 
     values: dict[str, Any] = {}
     for k, v in given:
         try: values[k] = yaml.safe_load(v)
-        except yaml.YAMLError: raise click.UsageError(f"-p {k}: {v!r} is not YAML; accepted are values such as 16, name or '[1, 2]'") from None
+        except yaml.YAMLError:
+            raise click.UsageError(f"-p {k}: {v!r} is not YAML; accepted are values such as 16, name or '[1, 2]'") from None
     if part_of: values["part_of"] = part_of
     for k in values:
         if not any(k in a for a in accepted.values()):
