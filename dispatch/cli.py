@@ -143,7 +143,7 @@ def run(names: tuple[str, ...], given: tuple[tuple[str, str], ...], show: bool, 
     Raw rows go to out/ (or, with --keep, to results/); executed notebooks, their HTML and their plots to out/notebooks.
     """
     if importlib.util.find_spec("papermill") is None:
-        raise click.ClickException("`dispatch run` needs papermill: pip install 'dispatch-moe[findings]'")
+        raise click.ClickException("`dispatch run` needs papermill: pip install '.[findings]' in the clone")
     import yaml
     console, picked = Console(), pick_phases(names)
     if show: return _list(picked, console)

@@ -29,7 +29,10 @@ def naive_cases(*pointers: str, **fixed: int):
         for rows in (1, 24, 48, 1000):
             c = naive_config(rows * 64, 64, size)
             meta = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, **fixed)
-            yield f"{dtype}, {rows} rows an expert", GEMM | dict.fromkeys(pointers, f"*{dtype}"), meta, (c.num_warps, c.num_stages)
+            types = GEMM | dict.fromkeys(pointers, f"*{dtype}")
+            yield f"{dtype}, {rows} rows an expert", types, meta, (c.num_warps, c.num_stages)
+    # a size of 1 reaches a kernel as a constant, which has no methods
+    yield "fp32, H and I of 1", types | dict(H="constexpr:1", I="constexpr:1"), meta, (c.num_warps, c.num_stages)
 
 
 def sum_cases():

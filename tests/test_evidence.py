@@ -96,7 +96,7 @@ def test_a_row_that_is_no_json_is_refused(tmp_path: Path, row: dict) -> None:
 def test_uncommitted_code_leaves_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISPATCH_COMMIT", "abcdef0123")
     monkeypatch.setenv("DISPATCH_DIRTY", "1")
-    with pytest.raises(EvidenceError, match="commit them first"): Run("phase-9", root=tmp_path / "results")
+    with pytest.raises(EvidenceError, match="commit first"): Run("phase-9", root=tmp_path / "results")
     with Run("phase-9", root=tmp_path / "out") as run: pass
     assert run.id.endswith("-abcdef0")
     monkeypatch.setenv("DISPATCH_DIRTY", "0")
@@ -142,7 +142,7 @@ def test_parts_join_only_when_their_controls_agree(tmp_path: Path) -> None:
     assert sum("differs by 3.1%" in str(w.message) for w in seen) == 1
     assert sum("repeats no control" in str(w.message) for w in seen) == 1
     with pytest.warns(UserWarning): assert len(with_parts(find_runs(tmp_path, "phase-8")[0], find_runs(tmp_path, "phase-8"))) == 2
-    with pytest.warns(UserWarning): assert newest_run(tmp_path, "phase-8", cells={"tokens": [1, 2]}).id == first.id
+    with pytest.warns(UserWarning): assert newest_run(tmp_path, "phase-8", cells=[{"tokens": 1}, {"tokens": 2}]).id == first.id
     with pytest.raises(EvidenceError, match="no complete run of that name"): Run("phase-8", root=tmp_path, part_of="2020")
 
 
@@ -150,7 +150,7 @@ def test_newest_run_wants_the_whole_matrix(tmp_path: Path) -> None:
     with Run("phase-7", root=tmp_path) as whole:
         for t in (1, 2): whole.log("kernels", tokens=t, distribution="uniform")
     with Run("phase-7", root=tmp_path) as half: half.log("kernels", tokens=1, distribution="uniform")
-    cells = {"tokens": [1, 2], "distribution": ["uniform"]}
+    cells = [{"tokens": t, "distribution": "uniform"} for t in (1, 2)]
     assert newest_run(tmp_path, "phase-7").id == half.id
     assert newest_run(tmp_path, "phase-7", cells=cells).id == whole.id
     assert newest_run(tmp_path, "phase-7", "cpu", cells=cells).id == whole.id

@@ -98,4 +98,5 @@ def race_cell(
         median_us=round(timing.median_us, 3), spread=round(timing.spread, 4), first_call_s=round(timing.first_call_s, 3),
         experts_hit=round(hit, 2), weight_bytes=round(weight_bytes(shape, hit, dtype.itemsize)),
         floor_us=None if ceilings is None else round(floor_us(shape, tokens, hit, ceilings, dtype.itemsize), 3),
-        rel_err=found.rel_err, worst_token_err=found.worst_token_err, config=None, inputs=checksum(inputs))
+        rel_err=found.rel_err, worst_token_err=found.worst_token_err, inputs=checksum(inputs),
+        config=who.config(shape, tokens, dtype.itemsize) if who.config else None)

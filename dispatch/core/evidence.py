@@ -130,9 +130,11 @@ class Run:
             raise ValueError("usd_per_gpu_hour is given without price_source; name who lists or billed it, and when")
         self.source, self.machine, self.start = source_state(), machine(), _utc_now()
         self.phase, self.root, self.part_of = phase, Path(root), part_of
-        if self.root.name == "results" and self.source["dirty"]:
-            raise EvidenceError("this checkout has uncommitted changes, so its numbers could not be traced to a commit; "
-                                "commit them first, or leave the run in out/")
+        if self.root.name == "results" and self.source["dirty"] is not False:
+            what = "has uncommitted changes" if self.source["dirty"] else "has no known commit (set DISPATCH_COMMIT where there is no .git)"
+            raise EvidenceError(f"this checkout {what}, so its numbers could not be traced; commit first, or leave the run in out/")
+        if self.root.name == "results" and self.machine["gpu"] and usd_per_gpu_hour is None:  # pragma: gpu
+            raise EvidenceError("a kept run on a GPU states its price: pass usd_per_gpu_hour and price_source")
         if part_of and not (self.root / phase / part_of / "manifest.json").exists():
             raise EvidenceError(f"part_of names {part_of!r}, but {self.root / phase} has no complete run of that name")
         self.price = {"usd_per_gpu_hour": usd_per_gpu_hour, "price_source": price_source, "cost_basis": cost_basis}
@@ -290,20 +292,20 @@ def load_rows(
     frame = pd.DataFrame(rows)
     return frame[frame.gpu == gpu].reset_index(drop=True) if gpu and len(frame) else frame
 
-# %% ../../nbs/core/00_evidence.ipynb #f0619803
+# %% ../../nbs/core/00_evidence.ipynb #04643a3f
 def newest_run(
     root: Path | str,  # "results" or "out"
     phase: str,
     gpu: str | None = None,  # as CUDA names it, "cpu", or None for any
     table: str = "kernels",
-    cells: Mapping[str, Iterable[Any]] | None = None,  # column → values that its rows must cover, in every combination
+    cells: Iterable[Mapping[str, Any]] = (),  # column → value pairs, each of which some row must have
 ) -> RunInfo | None:
-    "The newest successful run of a phase on that GPU whose rows, parts joined, cover every combination of `cells`."
-    import itertools
+    "The newest successful run of a phase on that GPU whose rows, parts joined, hold every one of `cells`."
+    wanted = [set(cell.items()) for cell in cells]
     runs = find_runs(root, phase)
     for run in reversed(runs):
         if not run.ok or run.manifest.get("part_of") or (gpu and (run.manifest["gpu"] or "cpu") != gpu): continue
         rows = [r for part in with_parts(run, runs) for r in part.rows(table)]
-        have = {tuple(r.get(c) for c in (cells or {})) for r in rows}
-        if rows and have >= set(itertools.product(*(cells or {}).values())): return run
+        have = [{(k, v) for k, v in r.items() if not isinstance(v, list | dict)} for r in rows]
+        if rows and all(any(cell <= row for row in have) for cell in wanted): return run
     return None

@@ -58,9 +58,9 @@ def choose_backend(
     "The backend that serves a call of that shape on that device."
     device = torch.device(device)
     if device.type != "cuda": return Choice("reference", f"no Triton kernel runs on a {device.type}, and this one runs anywhere")
-    have = capability or torch.cuda.get_device_capability(device)
-    if have < (8, 0):
-        return Choice("reference", f"compute capability {have[0]}.{have[1]} is below the 8.0 that the Triton kernels need")
+    have, need = capability or torch.cuda.get_device_capability(device), BACKENDS["naive"].capability or (0, 0)
+    if have < need:
+        return Choice("reference", f"compute capability {have[0]}.{have[1]} is below the {need[0]}.{need[1]} that the Triton kernels need")
     return Choice("naive", "it is the only Triton kernel so far, for every shape")
 
 # %% ../../nbs/kernels/19_fused_moe.ipynb #bba0832a
@@ -77,9 +77,10 @@ def fused_moe(
 ) -> torch.Tensor:  # [T, H], the dtype of hidden_states; `out` if given
     """The routed experts of one MoE layer, y_t = Σ_k w_tk · down_e(silu(gate_e x_t) ⊙ up_e x_t) with e = top_k_index[t, k].
 
-    Raises ValueError, TypeError or IndexError naming the argument for a wrong shape, dtype, device or (on a CPU, or with
-    DISPATCH_CHECK=1) index; RuntimeError for inputs that require gradients. On a GPU nothing synchronises with the host, and
-    an index outside [0, E) contributes nothing.
+    Any strides are taken, and weights are never copied. Raises ValueError, TypeError or IndexError naming the argument for a
+    wrong shape, dtype, device, backend or (on a CPU, or with DISPATCH_CHECK=1) index; RuntimeError for inputs that require
+    gradients, and for a Triton backend on a device that can't run it. On a GPU an index outside [0, E) contributes nothing,
+    and the Triton backends never synchronise with the host (the reference does).
     """
     if backend == "auto":
         given = ((hidden_states, 2), (gate_up_proj, 3), (top_k_index, 2))
@@ -88,5 +89,8 @@ def fused_moe(
             backend = choose_backend(MoEShape("", E, K, H, two_i // 2), T, hidden_states.dtype, hidden_states.device).backend
         else: backend = "reference"  # whose checks name what is wrong
     if backend not in BACKENDS: raise ValueError(f"backend is {backend!r}; accepted are 'auto', {', '.join(map(repr, BACKENDS))}")
+    need = BACKENDS[backend].capability
+    if need and hidden_states.is_cuda and (have := torch.cuda.get_device_capability(hidden_states.device)) < need:  # pragma: gpu
+        raise RuntimeError(f"backend {backend!r} needs compute capability {need[0]}.{need[1]}; this GPU has {have[0]}.{have[1]}")
     return BACKENDS[backend].fn(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index,
                                 out=out, skip_invalid=skip_invalid)

@@ -27,12 +27,13 @@ def _tile(tile, tile_expert, tile_row, ends, pairs, BLOCK_M: tl.constexpr):
     real = (rows < tl.load(ends + tl.maximum(e, 0))) & (e >= 0)
     return e.to(tl.int64), rows.to(tl.int64), real, tl.load(pairs + rows, mask=real, other=0).to(tl.int64)
 
-
+# %% ../../nbs/kernels/12_grouped_gemm.ipynb #93c3e55b
 @triton.jit
 def _gate_up_kernel(
-    x, w, h, pairs, ends, tile_expert, tile_row, H, I, stride_xt, stride_xh, stride_we, stride_wn, stride_wh,
+    x, w, h, pairs, ends, tile_expert, tile_row, H, I, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    "h[sorted row, n] = silu(x·gate_n) * x·up_n; x [T, H], w [E, 2I, H], h [T*K, I]. `up_offset`: elements from gate 0 to up 0."
     columns = tl.cdiv(I, BLOCK_N)
     e, rows, real, pair = _tile(tl.program_id(0) // columns, tile_expert, tile_row, ends, pairs, BLOCK_M)
     if e < 0: return
@@ -46,7 +47,7 @@ def _gate_up_kernel(
         wmask = (k[:, None] < H - k0) & (n[None, :] < I)
         a = tl.load(x_ptr, mask=real[:, None] & (k[None, :] < H - k0), other=0.0)
         gate = tl.dot(a, tl.load(g_ptr, mask=wmask, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(a, tl.load(g_ptr + I.to(tl.int64) * stride_wn, mask=wmask, other=0.0), up, input_precision="ieee")
+        up = tl.dot(a, tl.load(g_ptr + up_offset, mask=wmask, other=0.0), up, input_precision="ieee")
         x_ptr += BLOCK_K * stride_xh
         g_ptr += BLOCK_K * stride_wh
     y = gate * tl.sigmoid(gate) * up
@@ -58,6 +59,7 @@ def _down_kernel(
     h, w, y, top_k_weights, pairs, ends, tile_expert, tile_row, H, I, stride_we, stride_wn, stride_wi,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    "y[pair, n] = weight of the pair * h[sorted row]·down_n; h [T*K, I], w [E, H, I], y [T*K, H]."
     columns = tl.cdiv(H, BLOCK_N)
     e, rows, real, pair = _tile(tl.program_id(0) // columns, tile_expert, tile_row, ends, pairs, BLOCK_M)
     if e < 0: return
@@ -75,9 +77,10 @@ def _down_kernel(
     acc *= tl.load(top_k_weights + pair, mask=real, other=0.0)[:, None]
     tl.store(y + pair[:, None] * H + n[None, :], acc.to(y.dtype.element_ty), mask=real[:, None] & (n[None, :] < H))
 
-# %% ../../nbs/kernels/12_grouped_gemm.ipynb #da32ef64
+# %% ../../nbs/kernels/12_grouped_gemm.ipynb #0d61298f
 @triton.jit
 def _sum_kernel(y, index, out, H, E, stride_ot, stride_oh, K: tl.constexpr, BLOCK: tl.constexpr):
+    "out[t, n] = Σ_k y[t*K + k, n] in float32, in the order of k, pairs without an expert left out; y [T*K, H], out [T, H]."
     columns = tl.cdiv(H, BLOCK)
     t = (tl.program_id(0) // columns).to(tl.int64)
     n = tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)
@@ -133,7 +136,11 @@ def naive_moe(
     skip_invalid: bool = False,  # take indices outside [0, E) silently; they contribute nothing
     config: TileConfig | None = None,  # default: naive_config
 ) -> torch.Tensor:  # [T, H], the dtype of hidden_states; `out` if given
-    "Routed experts by two grouped GEMMs and an ordered sum. Needs a GPU, or TRITON_INTERPRET=1 on a CPU; never synchronises."
+    """Routed experts by two grouped GEMMs and an ordered sum. Needs a GPU, or TRITON_INTERPRET=1 on a CPU; never synchronises.
+
+    Sums are float32; the intermediate and each pair's row are rounded to the inputs' dtype, T·K·(I + H) elements of workspace.
+    Raises as `check_inputs` does, and RuntimeError for CPU tensors without the interpreter.
+    """
     T, K, E, H, I = check_inputs(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, skip_invalid)
     require_gpu_or_interpreter(hidden_states, _gate_up_kernel)
     if out is None: out = torch.empty(T, H, dtype=hidden_states.dtype, device=hidden_states.device)
@@ -148,7 +155,7 @@ def naive_moe(
     blocks = (c.block_m, c.block_n, c.block_k)
     _gate_up_kernel[(triton.cdiv(I, c.block_n) * tiles,)](
         hidden_states, gate_up_proj, h, t.pairs, t.ends, t.tile_expert, t.tile_row, H, I,
-        *hidden_states.stride(), *gate_up_proj.stride(), K, *blocks, **launch)
+        I * gate_up_proj.stride(1), *hidden_states.stride(), *gate_up_proj.stride(), K, *blocks, **launch)
     _down_kernel[(triton.cdiv(H, c.block_n) * tiles,)](
         h, down_proj, y, weights, t.pairs, t.ends, t.tile_expert, t.tile_row, H, I,
         *down_proj.stride(), *blocks, **launch)

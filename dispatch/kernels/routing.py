@@ -53,7 +53,7 @@ def synthetic_routing(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # top_k_weights [T, K] float32, top_k_index [T, K] int64
-    "A seeded routing of a known kind, the same on every machine. Weights are a softmax over K normal draws."
+    "A seeded routing of a known kind. Weights are a softmax over K normal draws. ValueError for a bad top_k or distribution."
     if not 1 <= top_k <= experts: raise ValueError(f"top_k is {top_k}; accepted are 1 to {experts}, the number of experts")
     rng = np.random.default_rng(seed)
     keys = np.log(expert_probabilities(distribution, experts, rng)) + rng.gumbel(size=(tokens, experts))
