@@ -114,12 +114,16 @@ def naive_config(
     if rows <= 64: return TileConfig(64, 64, 64, 4, 3)
     return TileConfig(128, 64, 64, 8, 3)
 
-# %% ../../nbs/kernels/12_grouped_gemm.ipynb #85828447
+# %% ../../nbs/kernels/12_grouped_gemm.ipynb #60e4b293
 def require_gpu_or_interpreter(
     tensor: torch.Tensor,  # one of the kernel's inputs
     kernel: object,  # a @triton.jit function
+    capability: tuple[int, int] = (8, 0),  # the least CUDA compute capability it runs on
 ) -> None:
-    "Raise a RuntimeError that names the way out when a compiled Triton kernel is handed CPU tensors."
+    "Raise a RuntimeError that names the way out when a compiled Triton kernel is handed tensors where it can't run."
+    if tensor.is_cuda and (have := torch.cuda.get_device_capability(tensor.device)) < capability:  # pragma: gpu
+        raise RuntimeError(f"this kernel needs compute capability {capability[0]}.{capability[1]} or newer, and {tensor.device} has "
+                           f"{have[0]}.{have[1]}; use backend='reference' there")
     if tensor.device.type == "cpu" and isinstance(kernel, triton.runtime.JITFunction):
         raise RuntimeError("the Triton kernels need a GPU; on a CPU use backend='reference', or set TRITON_INTERPRET=1 in the "
                            "environment before dispatch is imported, for checking (not for speed)")
