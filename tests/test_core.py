@@ -58,7 +58,7 @@ def test_median_and_spread() -> None:
 def test_calls_rotate_over_inputs() -> None:
     seen: list[int] = []
     calls = rotate(seen.append, [0, 1, 2], 7)
-    us = time_eager(calls, repeats=2, warmup=1)
+    us = time_eager(calls, repeats=2, warmup_s=0)
     assert seen == [0, 1, 2, 0, 1, 2, 0] * 3
     assert len(us) == 2
 

@@ -100,17 +100,24 @@ def synchronize() -> None:
     "Wait for the GPU, where there is one."
     if torch.cuda.is_available(): torch.cuda.synchronize()
 
-# %% ../../nbs/core/01_timing.ipynb #d9adc243
+def _repeat(call: Call, seconds: float) -> None:
+    "Call at least once, and until the time is up."
+    start = time.perf_counter()
+    while True:
+        call(); synchronize()
+        if time.perf_counter() - start >= seconds: return
+
+# %% ../../nbs/core/01_timing.ipynb #e8e2e8da
 def time_graph(  # pragma: gpu
     calls: Sequence[Call],  # what one graph holds; each must be capturable (no host synchronisation)
     replays: int = 30,  # samples
-    warmup: int = 3,  # replays before the first sample
+    warmup_s: float = 0.3,  # replays before the first sample, seconds
 ) -> list[float]:  # µs a call
     "Time of one call inside a CUDA graph of all `calls`, launch gaps excluded. Needs a GPU. The calls must have run before."
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls: call()
-    for _ in range(warmup): graph.replay()
+    _repeat(graph.replay, warmup_s)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     us = []
     for _ in range(replays):
@@ -122,15 +129,16 @@ def time_graph(  # pragma: gpu
 def time_eager(
     calls: Sequence[Call],  # launched from Python one after the other
     repeats: int = 30,  # samples
-    warmup: int = 3,  # rounds before the first sample
+    warmup_s: float = 0.1,  # rounds before the first sample, seconds
 ) -> list[float]:  # µs a call
     "Time of one call launched from Python, host overhead included: wall clock from an idle device to an idle device."
-    us = []
-    for _ in range(warmup + repeats):
+    def one_round() -> float:
         synchronize(); start = time.perf_counter()
         for call in calls: call()
-        synchronize(); us.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return us[warmup:]
+        synchronize()
+        return (time.perf_counter() - start) * 1e6 / len(calls)
+    _repeat(one_round, warmup_s)
+    return [one_round() for _ in range(repeats)]
 
 # %% ../../nbs/core/01_timing.ipynb #2a5e7fa9
 def count_launches(  # pragma: gpu
