@@ -33,6 +33,12 @@ def test_nan_and_infinity_never_pass(value: float) -> None:
     with pytest.raises(Disagreement): check_agreement(torch.full((3, 4), value), torch.ones(3, 4), "y")
 
 
+def test_tiny_and_huge_values_are_told_apart() -> None:
+    ones = torch.ones(2, 3)
+    with pytest.raises(Disagreement): check_agreement(-1e-25 * ones, 1e-25 * ones, "y")
+    assert check_agreement(1e30 * ones, 1e30 * (ones + 1e-6), "y").rel_err < 2e-6
+
+
 def test_one_bad_token_among_many_is_caught() -> None:
     ref = torch.ones(10_000, 8)
     y = ref.clone()

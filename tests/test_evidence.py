@@ -108,20 +108,56 @@ def test_source_state_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("settings.ini", "a.py"): (tmp_path / name).write_text("x")
     (tmp_path / "nbs").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert source_state() == {"commit": "unknown", "dirty": None}
+    assert source_state(tmp_path) == {"commit": "unknown", "dirty": None}
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com"]
     for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]): subprocess.run([*git, *args], check=True)
-    assert source_state()["dirty"] is False
+    assert source_state(tmp_path)["dirty"] is False
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "rows.jsonl").write_text("{}")
-    assert source_state()["dirty"] is False, "results are what runs write"
+    assert source_state(tmp_path)["dirty"] is False, "results are what runs write"
     (tmp_path / "a.py").write_text("y")
-    assert source_state()["dirty"] is True
+    assert source_state(tmp_path)["dirty"] is True
 
 
 def test_prices_need_a_source(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="price_source"): Run("phase-9", root=tmp_path, usd_per_gpu_hour=3.0)
     with pytest.raises(ValueError, match="'listed' and 'billed'"): Run("phase-9", root=tmp_path, cost_basis="guessed")
+
+
+@pytest.mark.parametrize("bad", [dict(usd_per_gpu_hour="3.50", price_source="x"), dict(usd_per_gpu_hour=float("nan"), price_source="x"),
+                                 dict(usd_per_gpu_hour=-1.0, price_source="x"), dict(usd_per_gpu_hour=1.0, price_source=3),
+                                 dict(parameters={"a": {1, 2}}), dict(parameters={"a": float("inf")})], ids=str)
+def test_what_a_manifest_could_not_hold_is_refused_before_measuring(tmp_path: Path, bad: dict) -> None:
+    with pytest.raises(ValueError, match=r"usd_per_gpu_hour|price_source|parameters"): Run("phase-9", root=tmp_path, **bad)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_no_manifest_names_are_no_evidence(run: Run, tmp_path: Path) -> None:
+    import shutil
+    shutil.copytree(run.folder, run.folder.with_name("copied"))
+    with pytest.warns(UserWarning, match="a copy of the run"): assert len(find_runs(tmp_path, "phase-9")) == 1
+    shutil.rmtree(run.folder.with_name("copied"))
+    (run.folder / "extra.jsonl").write_text('{"tokens": 3}\n')
+    with pytest.warns(UserWarning, match="not named by the manifest"): assert find_runs(tmp_path, "phase-9") == []
+
+
+@pytest.mark.parametrize("value", [0, None, "fast", True, -1.0])
+def test_an_odd_control_joins_nothing_and_breaks_nothing(tmp_path: Path, value) -> None:
+    first = part(tmp_path, 100.0, tokens=1)
+    with Run("phase-8", root=tmp_path, part_of=first.id) as run: run.log("control", name="stock, 64 tokens", value=value)
+    with pytest.warns(UserWarning, match=r"no positive number|differs"): assert len(load_rows(tmp_path, "phase-8", "kernels")) == 1
+
+
+def test_a_part_names_a_first_run(tmp_path: Path) -> None:
+    first = part(tmp_path, 100.0, tokens=1)
+    second = part(tmp_path, 100.0, first.id, tokens=2)
+    with pytest.raises(EvidenceError, match="a successful first run"): Run("phase-8", root=tmp_path, part_of=second.id)
+
+
+def test_log_needs_an_open_run_and_a_plain_name(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match="inside `with"): Run("phase-9", root=tmp_path).log("kernels", tokens=1)
+    with pytest.raises(EvidenceError, match="table is"), Run("phase-9", root=tmp_path) as run: run.log("../kernels", tokens=1)
+    with Run("phase-9", root=tmp_path) as run: run.log("kernels", table=1, self=2)
 
 
 def part(root: Path, control: float | None, part_of: str | None = None, **row) -> Run:
@@ -143,7 +179,7 @@ def test_parts_join_only_when_their_controls_agree(tmp_path: Path) -> None:
     assert sum("repeats no control" in str(w.message) for w in seen) == 1
     with pytest.warns(UserWarning): assert len(with_parts(find_runs(tmp_path, "phase-8")[0], find_runs(tmp_path, "phase-8"))) == 2
     with pytest.warns(UserWarning): assert newest_run(tmp_path, "phase-8", cells=[{"tokens": 1}, {"tokens": 2}]).id == first.id
-    with pytest.raises(EvidenceError, match="no complete run of that name"): Run("phase-8", root=tmp_path, part_of="2020")
+    with pytest.raises(EvidenceError, match="which is no complete run"): Run("phase-8", root=tmp_path, part_of="2020")
 
 
 def test_newest_run_wants_the_whole_matrix(tmp_path: Path) -> None:

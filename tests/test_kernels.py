@@ -144,6 +144,11 @@ def bad_inputs() -> dict[str, tuple[dict, type[Exception], str]]:
         "gradients": (dict(gate_up_proj=w13.clone().requires_grad_()), RuntimeError, r"torch\.no_grad"),
         "shape of out": (dict(out=torch.empty(4, 15)), ValueError, "out has shape"),
         "dtype of out": (dict(out=torch.empty(4, 16).half()), TypeError, "out is float16"),
+        "requires_grad of out": (dict(out=torch.empty(4, 16, requires_grad=True)), RuntimeError, r"torch\.no_grad"),
+        "out overlaps itself": (dict(out=torch.zeros(4, 1).expand(4, 16)), ValueError, "share memory"),
+        "out's rows overlap": (dict(out=torch.zeros(99).as_strided((4, 16), (8, 1))), ValueError, "share memory"),
+        "all on meta": ({n: t.to("meta") for n, t in zip(NAMES, example_inputs(), strict=True)}, ValueError, "is on meta; accepted are"),
+        "sparse": (dict(hidden_states=x.to_sparse()), ValueError, "hidden_states is torch.sparse_coo; accepted is a dense"),
         "backend": (dict(backend="fastest"), ValueError, "backend is 'fastest'; accepted are 'auto', 'reference', 'naive'"),
     }
 
@@ -154,6 +159,32 @@ def test_bad_input_is_named(name: str, backend: str) -> None:
     changed, kind, message = bad_inputs()[name]
     with pytest.raises(kind, match=message):
         fused_moe(**({"backend": backend} | dict(zip(NAMES, example_inputs(), strict=True)) | changed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_surroundings_change_nothing(backend: str) -> None:
+    "Default dtype, autocast and reduced matmul precision are the caller's business."
+    args = example_inputs(T=9, H=64, I=48, device=DEVICE)
+    want = fused_moe(*args, backend=backend)
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16): assert torch.equal(fused_moe(*args, backend=backend), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sentinels_weight_is_never_looked_at(backend: str) -> None:
+    x, w13, w2, tw, ti = example_inputs(device=DEVICE)
+    ti[0, 0], tw[0, 0] = -1, float("nan")
+    assert fused_moe(x, w13, w2, tw, ti, skip_invalid=True, backend=backend).isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter, which only machines without a GPU use")
+def test_bf16_in_the_interpreter_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="bfloat16"): fused_moe(*example_inputs(dtype=torch.bfloat16), backend="naive")
 
 
 def test_gradients_are_fine_under_no_grad() -> None:
@@ -191,7 +222,7 @@ def test_synthetic_routing_is_the_same_everywhere() -> None:
     assert synthetic_routing(3, 64, 6, "zipf:1.2", seed=7)[1].tolist() == PINNED
     w, _ = synthetic_routing(1000, 64, 6)
     torch.testing.assert_close(w.sum(-1), torch.ones(1000))
-    for bad in ("zipf", "zipf:x", "uniform:2", "poisson", "all-to-one:1"):
+    for bad in ("zipf", "zipf:x", "zipf:nan", "zipf:inf", "zipf:-1", "uniform:2", "poisson", "all-to-one:1"):
         with pytest.raises(ValueError, match="distribution is"): synthetic_routing(2, 8, 2, bad)
     with pytest.raises(ValueError, match="top_k is 9; accepted are 1 to 8"): synthetic_routing(2, 8, 9)
 

@@ -108,7 +108,8 @@ def read_xor(
 ) -> torch.Tensor:  # int32, one value for each 16384 elements
     "The xor of every 16384 elements: reads each byte once and writes next to nothing."
     block, steps = 2048, 8
-    if x.dtype != torch.int32 or x.numel() % (block * steps): raise ValueError("x must be int32 with a multiple of 16384 elements")
+    if x.dtype != torch.int32 or not x.is_contiguous() or x.numel() % (block * steps):
+        raise ValueError("x must be contiguous int32 with a multiple of 16384 elements")
     out = torch.empty(x.numel() // (block * steps), dtype=torch.int32, device=x.device)
     _read_kernel[(out.numel(),)](x, out, block, steps, num_warps=4)
     return out

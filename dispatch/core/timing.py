@@ -31,10 +31,11 @@ def agreement(
     y: torch.Tensor,  # [T, H], any float dtype
     ref: torch.Tensor,  # [T, H], float32
 ) -> Agreement:
-    "Relative errors of `y` against `ref`, computed in float32. NaN in either gives NaN."
+    "Relative errors of `y` against `ref`, computed in float64. NaN in either gives NaN. ValueError for unequal shapes."
+    if y.ndim != 2: raise ValueError(f"y has shape {tuple(y.shape)}; accepted is [T, H]")
     if y.shape != ref.shape: raise ValueError(f"y is {tuple(y.shape)}, the reference {tuple(ref.shape)}; shapes must be equal")
     if y.numel() == 0: return Agreement(0.0, 0.0, -1)
-    diff, size = (y.float() - ref.float()).norm(dim=-1), ref.float().norm(dim=-1)
+    diff, size = (y.double() - ref.double()).norm(dim=-1), ref.double().norm(dim=-1)
     per_token = torch.where(diff == 0, 0.0, diff / size)  # a zero row that should be zero is right
     worst = int(torch.nan_to_num(per_token, nan=float("inf")).argmax())
     total = float(diff.norm() / size.norm()) if float(diff.norm()) != 0 else 0.0
@@ -171,4 +172,5 @@ def time_checked(
     timer = time_graph if mode == "graph" else time_eager
     us = timer(rotate(fn, inputs, calls), samples)
     found.append(check_agreement(fn(inputs[0]), reference(inputs[0]), f"{who}, after it was timed,", bound))
-    return Timing(us, first_call_s), max(found, key=lambda a: a.rel_err)
+    worst = max(found, key=lambda a: a.worst_token_err)
+    return Timing(us, first_call_s), Agreement(max(a.rel_err for a in found), worst.worst_token_err, worst.worst_token)

@@ -88,6 +88,7 @@ def fused_moe(
             (T, H), (E, two_i, _), K = hidden_states.shape, gate_up_proj.shape, top_k_index.shape[1]
             backend = choose_backend(MoEShape("", E, K, H, two_i // 2), T, hidden_states.dtype, hidden_states.device).backend
         else: backend = "reference"  # whose checks name what is wrong
-    if backend not in BACKENDS: raise ValueError(f"backend is {backend!r}; accepted are 'auto', {', '.join(map(repr, BACKENDS))}")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are 'auto', {', '.join(map(repr, BACKENDS))}")
     return BACKENDS[backend].fn(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index,
                                 out=out, skip_invalid=skip_invalid)

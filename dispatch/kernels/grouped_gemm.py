@@ -83,7 +83,7 @@ def _sum_kernel(y, index, out, H, E, stride_ot, stride_oh, K: tl.constexpr, BLOC
     "out[t, n] = Σ_k y[t*K + k, n] in float32, in the order of k, pairs without an expert left out; y [T*K, H], out [T, H]."
     columns = tl.cdiv(H, BLOCK)
     t = (tl.program_id(0) // columns).to(tl.int64)
-    n = tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)
+    n = (tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     acc = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         e = tl.load(index + t * K + k)
@@ -121,6 +121,8 @@ def require_gpu_or_interpreter(
     capability: tuple[int, int] = (8, 0),  # the least CUDA compute capability it runs on
 ) -> None:
     "Raise a RuntimeError that names the way out when a compiled Triton kernel is handed tensors where it can't run."
+    if not isinstance(kernel, triton.runtime.JITFunction) and tensor.dtype == torch.bfloat16:
+        raise RuntimeError("Triton's interpreter computes bfloat16 products wrongly; check with float32 or float16 there")
     if tensor.is_cuda and (have := torch.cuda.get_device_capability(tensor.device)) < capability:  # pragma: gpu
         raise RuntimeError(f"this kernel needs compute capability {capability[0]}.{capability[1]} or newer, and {tensor.device} has "
                            f"{have[0]}.{have[1]}; use backend='reference' there")
@@ -151,7 +153,16 @@ def naive_moe(
     if T == 0: return out
     c = config or naive_config(T * K, E, hidden_states.element_size())
     index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
-    t: ExpertTiles = sort_by_expert(index, E, c.block_m)
+    t = sort_by_expert(index, E, c.block_m)
+    with torch.cuda.device_of(hidden_states): _launch(T, K, E, H, I, c, t, hidden_states, gate_up_proj, down_proj, weights, index, out)
+    return out
+
+
+def _launch(
+    T: int, K: int, E: int, H: int, I: int, c: TileConfig, t: ExpertTiles, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor,
+) -> None:
+    "The three kernels, on checked inputs and the current device."
     h = hidden_states.new_empty(T * K, I)
     y = hidden_states.new_empty(T * K, H)
     tiles = t.tile_expert.numel()
@@ -164,4 +175,3 @@ def naive_moe(
         h, down_proj, y, weights, t.pairs, t.ends, t.tile_expert, t.tile_row, H, I,
         *down_proj.stride(), *blocks, **launch)
     _sum_kernel[(triton.cdiv(H, 1024) * T,)](y, index, out, H, E, *out.stride(), K, 1024, num_warps=4)
-    return out

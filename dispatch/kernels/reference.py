@@ -28,9 +28,19 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str: return ", ".join(str(d).remo
 def _expect(name: str, t: torch.Tensor, shape: str, sizes: tuple[int | None, ...]) -> None:
     "Raise unless `t` has as many dimensions as `sizes` and each size that is not None."
     if not isinstance(t, torch.Tensor): raise TypeError(f"{name} is a {type(t).__name__}; accepted is a torch.Tensor {shape}")
+    if t.layout != torch.strided: raise ValueError(f"{name} is {t.layout}; accepted is a dense tensor")
     if t.ndim != len(sizes) or any(want not in (None, got) for got, want in zip(t.shape, sizes, strict=True)):
         want = ", ".join("any" if s is None else str(s) for s in sizes)
         raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted is {shape} = ({want})")
+
+
+def _reach(t: torch.Tensor) -> list[tuple[int, int, int]]:
+    "Each dimension's size, stride, and one more than the furthest element that the smaller strides reach."
+    found, far = [], 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        found.append((size, stride, far))
+        far += stride * max(size - 1, 0)
+    return found
 
 
 def check_inputs(
@@ -54,15 +64,21 @@ def check_inputs(
     K = top_k_index.shape[1]
     if not 1 <= K <= E: raise ValueError(f"top_k_index has K={K} experts a token; accepted are 1 to {E}, the number of experts")
     _expect("top_k_weights", top_k_weights, "[T, K]", (T, K))
-    if out is not None: _expect("out", out, "[T, H]", (T, H))
+    if out is not None:
+        _expect("out", out, "[T, H]", (T, H))
+        if any(size > 1 and stride < others for size, stride, others in _reach(out)):
+            raise ValueError(f"out has strides {out.stride()} at shape {tuple(out.shape)}, so that elements share memory; accepted is a "
+                             "tensor whose elements are all its own")
     dtype, device = hidden_states.dtype, hidden_states.device
+    if device.type not in ("cpu", "cuda"): raise ValueError(f"hidden_states is on {device}; accepted are the CPU and CUDA GPUs")
     if dtype not in DTYPES: raise TypeError(f"hidden_states is {_names((dtype,))}; accepted are {_names(DTYPES)}")
     for name, t, accepted in (("gate_up_proj", gate_up_proj, (dtype,)), ("down_proj", down_proj, (dtype,)),
                               ("top_k_weights", top_k_weights, (torch.float32,)), ("top_k_index", top_k_index, INDEX_DTYPES),
                               *((("out", out, (dtype,)),) if out is not None else ())):
         if t.dtype not in accepted: raise TypeError(f"{name} is {_names((t.dtype,))}; accepted here: {_names(accepted)}")
         if t.device != device: raise ValueError(f"{name} is on {t.device}; accepted is {device}, where hidden_states is")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, gate_up_proj, down_proj, top_k_weights)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in
+                                         (hidden_states, gate_up_proj, down_proj, top_k_weights, out)):
         raise RuntimeError("an input requires gradients, and this layer computes none; call it under torch.no_grad() "
                            "or torch.inference_mode()")
     if not skip_invalid and (device.type == "cpu" or os.environ.get("DISPATCH_CHECK") == "1"): check_index(top_k_index, E)
@@ -94,24 +110,26 @@ def reference_moe(
     "The routed experts' output in float32: what every backend is compared with. Any device; asks the GPU which experts are hit."
     T, K, E, H, I = check_inputs(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, skip_invalid)
     x, flat = hidden_states.float(), top_k_index.reshape(-1)
-    rows = torch.zeros(T * K, H, device=x.device)
-    with _no_tf32():
+    rows = torch.zeros(T * K, H, dtype=torch.float32, device=x.device)
+    with _whole_float32(x.device):
         for e in flat.unique().tolist():
             if not 0 <= e < E: continue
             pairs = (flat == e).nonzero()[:, 0]
             gate, up = (x[pairs // K] @ gate_up_proj[e].float().T).split(I, dim=-1)
             rows[pairs] = (F.silu(gate) * up) @ down_proj[e].float().T
-    y = torch.zeros(T, H, device=x.device)
-    for k in range(K): y += rows.view(T, K, H)[:, k] * top_k_weights[:, k, None]
+    weights = torch.where((top_k_index >= 0) & (top_k_index < E), top_k_weights, 0.0)
+    y = torch.zeros(T, H, dtype=torch.float32, device=x.device)
+    for k in range(K): y += rows.view(T, K, H)[:, k] * weights[:, k, None]
     return y
 
 
 @contextmanager
-def _no_tf32() -> Iterator[None]:
-    "Whole float32 products, whatever the caller allows elsewhere."
+def _whole_float32(device: torch.device) -> Iterator[None]:
+    "Float32 products in full, whatever precision or autocast the caller has on."
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    try: yield
+    try:
+        with torch.autocast(device.type, enabled=False): yield
     finally: torch.set_float32_matmul_precision(before)
 
 # %% ../../nbs/kernels/11_reference.ipynb #6dede812
