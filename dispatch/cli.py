@@ -26,7 +26,8 @@ from .core.roofline import SHAPES, MoEShape
 from .kernels.fused_moe import BACKENDS, choose_backend
 
 # %% auto #0
-__all__ = ['main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'doctor']
+__all__ = ['CONFIGURATION_PY', 'main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'doctor',
+           'generate', 'checkpoint', 'random']
 
 # %% ../nbs/90_cli.ipynb #ec7e2cd5
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -245,3 +246,85 @@ def doctor(shape: str, tokens: str, dtype: str) -> None:
         served.add_row(f"{t:,}", choice.backend, choice.why)
     console.print(served)
     for b in BACKENDS.values(): console.print(f"  {b.name}: {b.about}", highlight=False)
+
+# %% ../nbs/90_cli.ipynb #83794746
+@main.command()
+@click.argument("prompt")
+@click.option("--model", "folder", type=click.Path(path_type=Path), help="A checkpoint folder in the Hugging Face format.  [default: the tiny one]")
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens to generate at most.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Draw from the fewest tokens that together are this likely.")
+@click.option("--seed", type=int, help="The same seed gives the same text.")
+@click.option("--device", help="cpu, cuda or cuda:N.  [default: the best there is]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: bfloat16 on a GPU, float32 on a CPU]")
+@click.option("--backend", default="auto", show_default=True, help=f"The experts' kernel: auto, {', '.join(BACKENDS)}.")
+def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None,
+             device: str | None, dtype: str | None, backend: str) -> None:
+    "Continue PROMPT with a model, streaming; times go to stderr."
+    from dispatch.model.checkpoint import CheckpointError
+    from dispatch.model.config import ConfigError
+    from dispatch.model.deepseek_moe import DeepseekMoE
+    from dispatch.model.generate import SamplingParams, Times, summarise
+    from dispatch.model.generate import generate as tokens_of
+    from dispatch.model.tiny import tiny_folder
+    from dispatch.model.tokenizer import Detokenizer, TokenizerError, load_tokenizer
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    times, folder = Times(), folder or tiny_folder()
+    try:
+        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed)
+        kind = getattr(torch, dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
+        tokenizer = load_tokenizer(folder)
+        model = DeepseekMoE.load(folder, kind, torch.device(device), backend, progress=folder != tiny_folder())
+        begin, out = [i for i in (model.config.bos_token_id,) if i is not None], Detokenizer(tokenizer)
+        click.echo(prompt, nl=False)
+        for token in tokens_of(model, begin + tokenizer.encode(prompt, add_special_tokens=False).ids, params, times):
+            click.echo(out.step(token), nl=False)
+        click.echo(out.rest())
+    except (CheckpointError, ConfigError, TokenizerError, FileNotFoundError, ValueError, RuntimeError) as e:
+        raise click.ClickException(str(e)) from e
+    found = summarise([times])
+    click.echo(f"{len(times.tokens)} tokens, {found['output_throughput']:.1f} tokens/s, first after {found['median_ttft_ms']:.0f} ms, then one "
+               f"each {found['median_itl_ms']:.1f} ms ({device}, {str(kind).removeprefix('torch.')}, backend {backend})", err=True)
+
+
+@main.group()
+def checkpoint() -> None:
+    "Write checkpoints."
+
+
+CONFIGURATION_PY = """from transformers import PretrainedConfig
+
+
+class DeepseekConfig(PretrainedConfig):
+    model_type = "deepseek"
+"""
+
+
+@checkpoint.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--shape", default="deepseek-moe-16b", show_default=True, help="A published model's sizes.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same weights on the same kind of device.")
+@click.option("--device", help="Where the numbers are drawn: cpu or cuda.  [default: the best there is]")
+def random(folder: Path, shape: str, seed: int, device: str | None) -> None:
+    """Write a seeded random checkpoint to FOLDER, in the published format: norms 1, all else N(0, 0.02).
+
+    For timing at a published shape where the weights can't be had (DeepSeekMoE-16B: 33 GB). Other engines load it too: a tokenizer
+    of the whole vocabulary and the configuration class that vLLM asks for (with --trust-remote-code) lie beside it.
+    """
+    import json
+
+    from dispatch.model.checkpoint import CheckpointError, write_random_checkpoint
+    from dispatch.model.config import CONFIGS
+    from dispatch.model.tokenizer import random_tokenizer
+    if shape not in CONFIGS: raise click.BadParameter(f"{shape!r}; accepted are {', '.join(CONFIGS)}", param_hint="--shape")
+    config = CONFIGS[shape]
+    try: write_random_checkpoint(folder, config, seed, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (CheckpointError, OSError, RuntimeError) as e: raise click.ClickException(str(e)) from e
+    random_tokenizer(config.vocab_size, config.bos_token_id, config.eos_token_id).save(str(folder / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "configuration_deepseek.py").write_text(CONFIGURATION_PY)
+    raw = config.to_dict() | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}}
+    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+    click.echo(f"{folder}: {shape}, seed {seed}")

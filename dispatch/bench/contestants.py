@@ -17,7 +17,7 @@ from ..kernels.fused_moe import BACKENDS, fused_moe
 from ..kernels.grouped_gemm import naive_config
 
 # %% auto #0
-__all__ = ['Layer', 'Contestant', 'dispatch_contestant', 'stock_contestant', 'grouped_mm_contestant']
+__all__ = ['Layer', 'Contestant', 'dispatch_contestant', 'stock_contestant', 'grouped_mm_contestant', 'as_backend']
 
 # %% ../../nbs/bench/70_contestants.ipynb #b31c2ba9
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden_states, top_k_weights, top_k_index → [T, H]
@@ -74,3 +74,15 @@ def stock_contestant() -> Contestant:
 def grouped_mm_contestant() -> Contestant:
     "transformers' experts module under `experts_implementation='grouped_mm'`, on torch's grouped matrix product."
     return _transformers("torch-grouped-mm", "grouped_mm", "grouped_mm", ("graph", "eager"))
+
+# %% ../../nbs/bench/70_contestants.ipynb #ea846f4b
+def as_backend(
+    who: Contestant,
+    shape: MoEShape,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    "A contestant as the experts of `DeepseekMoE`: hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index → [T, H]."
+    layers: dict[int, Layer] = {}
+    def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if (key := gate_up.data_ptr()) not in layers: layers[key] = who.build(shape, gate_up, down)
+        return layers[key](x, weights, index)
+    return experts

@@ -94,14 +94,17 @@ class DeepseekMoE:
         checkpoint = open_checkpoint(folder)
         return cls(checkpoint.config, load_weights(checkpoint, dtype, device, progress), backend)
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: torch.Tensor,  # [B, S] int64
         cache: KVCache | None = None,  # what came before, and where these tokens' keys and values go
         last_only: bool = False,  # logits of the last position only
     ) -> torch.Tensor:  # [B, S, V] float32 ([B, 1, V] with last_only)
-        "Logits of the next token at each position."
+        "Logits of the next token at each position. ValueError where there are more tokens than positions."
+        with torch.inference_mode(): return self.compute(token_ids, cache, last_only)
+
+    def compute(self, token_ids: torch.Tensor, cache: KVCache | None = None, last_only: bool = False) -> torch.Tensor:
+        "`forward`, with gradients where weights ask for them and the experts' backend gives them."
         if token_ids.ndim != 2: raise ValueError(f"token_ids has shape {tuple(token_ids.shape)}; accepted is [B, S]")
         S = token_ids.shape[1]
         start = cache.length if cache else 0
