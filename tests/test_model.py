@@ -249,7 +249,7 @@ NO_FILE = "is cut off or no safetensors file"
     (lambda f: edit_index(f, **{"model.layers.1.self_attn.q_proj.bias": LAST}), [f"q_proj.bias in {LAST} belongs to no layer"]),
     (lambda f: edit_file(file_of(f), x=torch.ones(32, 16)), ["{tensor} in {file} has shape (32, 16); accepted is (16, 32)"]),
     (lambda f: edit_file(file_of(f), x=torch.ones(512)), ["{tensor} in {file} has shape (512,); accepted is (16, 32)"]),
-    (lambda f: edit_file(file_of(f), x=torch.ones(16, 32, dtype=torch.int8)), ["{tensor} in {file}", "int8", "accepted"]),
+    (lambda f: edit_file(file_of(f), x=torch.ones(16, 32, dtype=torch.int8)), ["{tensor} in {file}", "accepted"]),
     (lambda f: file_of(f).write_bytes(b""), ["{file}", NO_FILE]),
     (lambda f: file_of(f).write_bytes(file_of(f).read_bytes()[:5]), ["{file}", NO_FILE]),
     (lambda f: file_of(f).write_bytes(file_of(f).read_bytes()[:60]), ["{file}", NO_FILE]),

@@ -241,7 +241,7 @@ class RunInfo:
         v = m["versions"]
         where = f"{m['gpu_count']}× {m['gpu']}" if m["gpu"] else f"CPU ({m['cpu_count']} cores)"
         gpu = f", driver {m['driver_version']}, CUDA {m['cuda']}, SM clock {m['clocks.sm']} MHz" if m["gpu"] else ""
-        cost = f", ${m['cost_usd']:.2f} ({m['cost_basis']}: {m['price_source']})" if m.get("cost_usd") is not None else ""
+        cost = f", USD {m['cost_usd']:.2f} ({m['cost_basis']}: {m['price_source']})" if m.get("cost_usd") is not None else ""
         return (f"Run `{self.id}`: {where}, {m['start'][:10]}{gpu}, torch {v.get('torch')}, Triton {v.get('triton')}, "
                 f"commit {m['commit'][:7]}{cost}.")
 
