@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.profiler import ProfilerActivity, profile
 
+from dispatch.kernels.fused_moe import BACKENDS, fused_moe
 from dispatch.model import checkpoint as checkpoint_module
 from dispatch.model.checkpoint import (
     CheckpointError,
@@ -529,8 +530,10 @@ def test_cached_pieces_give_the_independent_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), theirs(ids), atol=1e-4, rtol=0)
 
 
-def test_naive_kernel_equals_an_independent_model(tmp_path: Path) -> None:
+def test_naive_kernel_equals_an_independent_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "On a GPU the compiled kernel, else Triton's interpreter."
+    naive, calls = BACKENDS["naive"], []
+    monkeypatch.setitem(BACKENDS, "naive", replace(naive, fn=lambda *a, **k: (calls.append(1), naive.fn(*a, **k))[1]))
     config = replace(SMALL, vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
                      num_attention_heads=2, num_key_value_heads=1, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
     ours, theirs = pair(tmp_path / "c", config, "naive", DEVICE)
@@ -538,6 +541,7 @@ def test_naive_kernel_equals_an_independent_model(tmp_path: Path) -> None:
     torch.testing.assert_close(ours.forward(ids.to(DEVICE)).cpu(), theirs(ids), atol=1e-4, rtol=0)
     want = expected(theirs, ids[:1], 6)
     assert continued(cached(ours, (2,)), ids[:1].to(DEVICE), 6) == want
+    assert len(calls) == 1 + 2 + 5, "one mixture: the batch, two pieces of the prompt, five single tokens"
 
 
 @pytest.mark.gpu
@@ -552,7 +556,6 @@ def test_gpu_equals_an_independent_model(backend: str, tmp_path: Path) -> None:
 
 
 def test_experts_and_routing_are_open_to_the_caller(tmp_path: Path) -> None:
-    from dispatch.kernels.fused_moe import fused_moe
     ours, _ = pair(tmp_path / "c", SMALL)
     calls, routed, ids = [], [], prompt(6, SMALL.vocab_size, batch=2)
     def experts(*args: torch.Tensor) -> torch.Tensor:
@@ -655,8 +658,8 @@ def test_a_broken_decoder_alone_leaves_a_splitting_of_its_own_as_it_is(tmp_path:
 
 
 def sentencepiece_tokenizer(normalizer: Any = None, merges: Sequence[tuple[str, str]] = (("h", "e"), ("▁", "t"), ("l", "l"))) -> Tokenizer:
-    "What Llama's tokenizer is: `▁` for a space, bytes for what the vocabulary lacks."
-    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *(chr(c) for c in range(33, 127)), *(a + b for a, b in merges)]
+    "What Llama's tokenizer is: `▁` for a space, bytes for what the vocabulary lacks; and Maltese's Ġ and Ċ, to look byte-level."
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "Ġ", "Ċ", *map(chr, range(33, 127)), *(a + b for a, b in merges)]
     t = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=list(merges), unk_token="<unk>", fuse_unk=True,
                              byte_fallback=True))
     t.normalizer, t.decoder = normalizer or llama_normalizer(), llama_decoder()
