@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from .config import ModelConfig, read_config
 
 # %% auto #0
-__all__ = ['IGNORED', 'CheckpointError', 'tensor_shapes', 'Checkpoint', 'open_checkpoint', 'Layer', 'Weights', 'empty_weights',
-           'load_weights', 'write_checkpoint', 'write_random_checkpoint']
+__all__ = ['IGNORED', 'FLOATS', 'CheckpointError', 'tensor_shapes', 'Checkpoint', 'open_checkpoint', 'Layer', 'Weights',
+           'empty_weights', 'load_weights', 'write_checkpoint', 'write_random_checkpoint']
 
 # %% ../../nbs/model/21_checkpoint.ipynb #94543b98
 class CheckpointError(RuntimeError):
@@ -71,7 +71,7 @@ def _located(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try: found = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as e: raise CheckpointError(f"{index} is no index: {type(e).__name__}: {e}") from e
+        except (OSError, ValueError, KeyError, TypeError) as e: raise CheckpointError(f"{index} is no index: {type(e).__name__}: {e}") from e
         if not isinstance(found, dict) or not all(isinstance(v, str) and Path(v).name == v for v in found.values()):
             raise CheckpointError(f"{index}: weight_map must map tensors to file names in the same folder")
         return dict(found)
@@ -82,10 +82,15 @@ def _located(folder: Path) -> dict[str, str]:
                           + (f" (found {others}, which can hold code and is not opened)" if others else ""))
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    "Tensor → shape in one file; a CheckpointError for a missing, cut-off or foreign file."
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    "Tensor → dtype and shape in one file; a CheckpointError for a missing, cut-off or foreign file."
     try:
-        with safe_open(path, framework="pt") as f: return {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as f:
+            slices = {k: f.get_slice(k) for k in f.keys()}  # noqa: SIM118
+            return {k: (s.get_dtype(), tuple(s.get_shape())) for k, s in slices.items()}
     except FileNotFoundError: raise CheckpointError(f"{path} is missing, but the index names it") from None
     except (SafetensorError, OSError) as e: raise CheckpointError(f"{path} is cut off or no safetensors file: {e}") from e
 
@@ -100,13 +105,16 @@ def open_checkpoint(
     where, want = _located(folder), tensor_shapes(config)
     files: dict[str, list[str]] = {}
     for tensor, name in where.items(): files.setdefault(name, []).append(tensor)
-    have = {(t, name): shape for name in files for t, shape in _header(folder / name).items()}
+    headers = {(t, name): h for name in files for t, h in _header(folder / name).items()}
+    have = {place: shape for place, (_, shape) in headers.items()}
     faults = [f"{t} is missing from every file" for t in want if t not in where]
     faults += [f"{t} is not in {name}, where the index says it is" for t, name in where.items() if t in want and (t, name) not in have]
     faults += [f"{t} in {name} belongs to no layer of this configuration" for t, name in where.items()
                if t not in want and not IGNORED.match(t) and not (t == "lm_head.weight" and config.tie_word_embeddings)]
     faults += [f"{t} in {name} has shape {have[t, name]}; accepted is {want[t]}" for t, name in where.items()
                if (t, name) in have and t in want and have[t, name] != want[t]]
+    faults += [f"{t} in {name} has dtype {headers[t, name][0]}; accepted are {', '.join(FLOATS)}" for t, name in where.items()
+               if t in want and (t, name) in headers and headers[t, name][0] not in FLOATS]
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} can't be loaded: " + "; ".join(faults[:5]) + more)

@@ -81,7 +81,9 @@ def parse_config(
         dims = ("qk_nope_head_dim", "qk_rope_head_dim")
         wrong += [f"{k} is missing; plain attention in deepseek_v2 is told by 0" for k in dims if k not in raw]
     rope = raw.get("rope_parameters") or {}  # transformers v5 keeps the base in here
-    if rope.get("rope_type", "default") != "default": wrong.append(f"rope_type is {rope['rope_type']!r}; accepted: 'default'")
+    if not isinstance(rope, Mapping): rope, wrong = {}, [*wrong, f"rope_parameters is {rope!r}; accepted is an object or null"]
+    kind_key = "rope_type" if "rope_type" in rope else "type"  # the older name
+    if rope.get(kind_key, "default") != "default": wrong.append(f"{kind_key} is {rope[kind_key]!r}; accepted: 'default'")
     given = dict(raw) | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
     given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
     kinds = {"int": int, "float": (int, float), "bool": bool, "int | None": (int, type(None))}
@@ -93,7 +95,7 @@ def parse_config(
             wrong.append(f"{name} is {given[name]!r}; accepted is {field.type}")
         values[name] = given[name]
     required = [n for n, f in ModelConfig.__dataclass_fields__.items() if f.default.__class__.__name__ == "_MISSING_TYPE"]
-    wrong += [f"{n} is missing" for n in required if n not in values]
+    wrong += [f"{n} is missing; accepted is {ModelConfig.__dataclass_fields__[n].type}" for n in required if n not in values]
     if not wrong: wrong = _inconsistent(ModelConfig(**values))
     if wrong: raise ConfigError("config.json is not one that this model serves: " + "; ".join(wrong))
     return ModelConfig(**values)
@@ -104,11 +106,15 @@ def _inconsistent(c: ModelConfig) -> list[str]:
     sizes = {n: getattr(c, n) for n, f in ModelConfig.__dataclass_fields__.items() if f.type == "int"}
     may_be_zero = ("n_shared_experts", "first_k_dense_replace")
     wrong = [f"{n} is {v}; accepted is at least {int(n not in may_be_zero)}" for n, v in sizes.items() if v < int(n not in may_be_zero)]
+    wrong += [f"{n} is {getattr(c, n)}; accepted is a finite number over 0" for n in ("rms_norm_eps", "rope_theta")
+              if not 0 < getattr(c, n) < float("inf")]
     if wrong: return wrong
-    if c.hidden_size % c.num_attention_heads: wrong.append(f"hidden_size {c.hidden_size} is no multiple of num_attention_heads")
+    if c.hidden_size % c.num_attention_heads: wrong.append(f"hidden_size {c.hidden_size} is no multiple of num_attention_heads {c.num_attention_heads}")
     elif c.head_dim % 2: wrong.append(f"the head dimension {c.head_dim} is odd; rotary embeddings need an even one")
-    if c.num_attention_heads % c.num_key_value_heads: wrong.append("num_attention_heads is no multiple of num_key_value_heads")
-    if c.num_experts_per_tok > c.n_routed_experts: wrong.append(f"num_experts_per_tok is {c.num_experts_per_tok}, over n_routed_experts")
+    if c.num_attention_heads % c.num_key_value_heads: wrong.append(f"num_attention_heads {c.num_attention_heads} is no multiple of "
+                                                               f"num_key_value_heads {c.num_key_value_heads}")
+    if c.num_experts_per_tok > c.n_routed_experts: wrong.append(f"num_experts_per_tok is {c.num_experts_per_tok}; accepted is at "
+                                                                     f"most n_routed_experts, {c.n_routed_experts}")
     return wrong
 
 

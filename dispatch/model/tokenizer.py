@@ -49,9 +49,10 @@ def repaired(
     tokenizer: Tokenizer,  # with a byte-level vocabulary
 ) -> Tokenizer:  # the same one, rewired in place
     "Wire a byte-level vocabulary to byte-level halves: no normaliser that rewrites spaces, byte-level splitting and decoding."
+    tokenizer.decoder = decoders.ByteLevel()
+    if not lost_text(tokenizer): return tokenizer  # the splitting was right
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
@@ -76,23 +77,21 @@ class Detokenizer:
         tokenizer: Tokenizer,
     ) -> None:
         self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
-        self.ids: list[int] = []
-        self.given = ""
+        self.pending: list[int] = []  # since text last came
 
     def step(
         self,
         token_id: int,
     ) -> str:  # what this token completed; may be empty
         "The text that a token completes."
-        self.ids.append(token_id)
+        self.pending.append(token_id)
         text: str = self.stream.step(self.tokenizer, token_id) or ""
-        self.given += text
+        if text: self.pending = []
         return text
 
     def rest(self) -> str:
         "What is left when the sequence ends, an unfinished character as U+FFFD."
-        whole: str = self.tokenizer.decode(self.ids)
-        return whole[len(self.given):] if whole.startswith(self.given) else ""
+        return str(self.tokenizer.decode(self.pending))
 
 # %% ../../nbs/model/23_tokenizer.ipynb #a09e2938
 def random_tokenizer(
