@@ -37,7 +37,7 @@ def test_list_runs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (("run", "phase99"), "no phase 'phase99'; there are phase1_kernels"),
+    (("run", "phase99"), "no phase 'phase99'; there are phase0_baseline, phase1_kernels"),
     (("run", "1x"), "no phase '1x'"),
     (("run", "-p", "token", "1"), "no parameter 'token' in"),
     (("run", "-p", "tokens", "[1, 2"), "not YAML"),
