@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dispatch.bench.contestants import dispatch_contestant, stock_contestant
-from dispatch.bench.headlines import as_markdown, published_race, race_rows, race_table, results_root
+from dispatch.bench.headlines import as_markdown, disturbance_us, published_race, race_rows, race_table, results_root
 from dispatch.bench.race import checksum, problems, race_cell, weight_sets
 from dispatch.core.evidence import Run, read_run
 from dispatch.core.roofline import Ceilings, MoEShape
@@ -72,6 +72,16 @@ def test_a_table_without_a_gpu_has_no_empty_columns(tmp_path: Path) -> None:
             run.log("kernels", contestant=who, backend="reference", shape="cpu-small", tokens=1, distribution="uniform", mode="eager",
                     median_us=10.0, floor_us=None, weight_bytes=10, experts_hit=4.0)
     assert list(race_table(race_rows(read_run(run.folder)))) == ["tokens", "experts hit", "stock eager µs", "reference eager µs"]
+
+
+@pytest.mark.parametrize(("control", "late"), [(100.0, 0.0), (97.5, 0.0), (90.0, 10.0), (None, 0.0)])
+def test_a_disturbed_clock_is_told(tmp_path: Path, control: float | None, late: float) -> None:
+    with Run("phase-1", root=tmp_path) as run:
+        if control: run.log("control", name="naive graph, 64 tokens, uniform", value=control)
+        run.log("kernels", contestant="dispatch", backend="naive", shape="deepseek-moe-16b", tokens=64, distribution="uniform", mode="graph",
+                median_us=100.0, floor_us=50.0, weight_bytes=10, experts_hit=4.0)
+    info = read_run(run.folder)
+    assert disturbance_us(info, race_rows(info)) == pytest.approx(late)
 
 
 def test_results_lie_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
