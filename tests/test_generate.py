@@ -78,8 +78,8 @@ def test_it_stops_where_it_should(tiny: DeepseekMoE, heldout: list[int]) -> None
     assert len(list(generate(tiny, heldout[:limit - 2], SamplingParams(max_tokens=10, ignore_eos=True)))) == 2
     with pytest.raises(ValueError, match=f"has {limit} tokens; accepted are at most {limit - 1}"): next(generate(tiny, heldout[:limit]))
     with pytest.raises(ValueError, match="no tokens"): next(generate(tiny, []))
-    with pytest.raises(ValueError, match="accepted are 0 to 1023"): next(generate(tiny, [0, 5000]))
-    with pytest.raises(ValueError, match="accepted are 0 to 1023"): next(generate(tiny, [-1]))
+    with pytest.raises(ValueError, match=r"accepted are 0 to 1023"): next(generate(tiny, [0, 5000]))
+    with pytest.raises(ValueError, match=r"accepted are 0 to 1023"): next(generate(tiny, [-1]))
     eos = DeepseekMoE(tiny.config, tiny.weights, lambda *a: torch.zeros_like(a[0]))
     eos.forward = lambda ids, *_, **__: F.one_hot(torch.tensor([[1]]), 1024).float()  # type: ignore[method-assign]
     assert list(generate(eos, [0])) == [1]

@@ -102,5 +102,5 @@ def headline_markdown() -> str:
     if run is None: return "*No complete run on an H200 is published yet.*"
     frame = race_rows(run)
     table, late = race_table(frame), disturbance_us(run, frame)
-    note = f" In this run naive's times are about {late:.0f} µs too long, since a profiler stayed attached (phase 1 says more)." if late else ""
+    note = f" In this run naive's times are about {late:.0f} µs too long, probably because a profiler stayed attached (phase 1 says more)." if late else ""
     return f"{as_markdown(table[table.tokens.isin([1, 16, 128, 1024, 8192])])}\n\n{run.caption()}{note}"

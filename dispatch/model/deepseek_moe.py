@@ -63,7 +63,8 @@ class KVCache:
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
-# %% ../../nbs/model/22_deepseek_moe.ipynb #506c710e
+# %% ../../nbs/model/22_deepseek_moe.ipynb #fa194df4
+# hidden_states [T, H], gate_up_proj [E, 2I, H], down_proj [E, H, I], top_k_weights [T, K] float32, top_k_index [T, K] int64 → [T, H]
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
