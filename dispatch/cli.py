@@ -75,7 +75,7 @@ def save_page(
     nb: Any,  # an executed notebook
     stem: Path,  # where to write: STEM.html, STEM-plot-1.svg, …
 ) -> list[Path]:
-    "Write the notebook's plots as SVG files and the notebook itself as HTML where nbconvert is installed."
+    "Write the notebook's plots as SVG files and, where nbconvert is installed, the notebook without its code as HTML."
     for old in stem.parent.glob(f"{stem.name}-plot-*.svg"): old.unlink()
     svgs = [o["data"]["image/svg+xml"] for c in nb.cells for o in c.get("outputs", []) if "image/svg+xml" in o.get("data", {})]
     paths = []
@@ -86,12 +86,13 @@ def save_page(
     from nbconvert import HTMLExporter
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try: html = HTMLExporter().from_notebook_node(nb)[0]
+        try: html = HTMLExporter(exclude_input=True).from_notebook_node(nb)[0]
         except Exception as e:  # a broken nbconvert must not cost the measurement
             click.echo(f"no HTML page for {stem.name}: {type(e).__name__}: {e}".splitlines()[0], err=True)
             return paths
-    paths.append(stem.with_suffix(".html"))
-    paths[-1].write_text(html)
+    html = re.sub(r'href="(phase\w+)\.ipynb', r'href="\1.html', html.replace('href="../', 'href="../../nbs/'))  # links hold from out/notebooks
+    paths.insert(0, stem.with_suffix(".html"))
+    paths[0].write_text(html)
     return paths
 
 # %% ../nbs/90_cli.ipynb #507af55c
@@ -194,6 +195,7 @@ def run(names: tuple[str, ...], given: tuple[tuple[str, str], ...], show: bool, 
             sys.exit(130)
         done[name] = (findings(nb), problem, save_page(nb, folder / name))
     _report(done, folder, root, console)
+    console.print(f"  raw rows: {base['root']}/", highlight=False)
     if any(problem for _, problem, _ in done.values()): sys.exit(1)
 
 
@@ -205,7 +207,7 @@ def _report(done: dict[str, tuple[list[str], str | None, list[Path]]], folder: P
         table.add_row(name, found + (f"\n[red]failed: {escape(problem)}[/]" if problem else ""))
     console.print(table)
     for name, (_, _, paths) in done.items():
-        for path in [folder / f"{name}.ipynb", *paths]: console.print(f"  {path.relative_to(root)}", highlight=False, soft_wrap=True)
+        for path in [*paths, folder / f"{name}.ipynb"]: console.print(f"  {path.relative_to(root)}", highlight=False, soft_wrap=True)
 
 # %% ../nbs/90_cli.ipynb #d41c7e19
 def parse_shape(

@@ -87,6 +87,7 @@ def test_run_on_this_machine() -> None:
     assert manifest["parameters"]["tokens"] == [1, 4]
     assert manifest["notebook"] == "nbs/phases/phase1_kernels.ipynb"
     assert "Measured here" in done.stdout
+    assert "raw rows: out/" in done.stdout
     assert "Published" in done.stdout
     assert (ROOT / "out/notebooks/phase1_kernels.html").exists()
     assert list((ROOT / "out/notebooks").glob("phase1_kernels-plot-*.svg"))

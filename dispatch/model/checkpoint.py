@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .config import ModelConfig, read_config
 
