@@ -78,7 +78,7 @@ def as_markdown(
     def cell(column: str, v: object) -> str:
         if not isinstance(v, float): return str(v)
         if v != v: return "–"
-        if column.startswith(("speed-up", "over")): return f"{v:.2f}×"
+        if column.startswith("over"): return f"{v:.2f}×"
         return f"{v:,.0f}" if v >= 100 or v == int(v) else f"{v:.1f}"
     shown = pd.DataFrame({c: [cell(str(c), v) for v in table[c]] for c in table.columns})
     return str(shown.to_markdown(index=False, colalign=["right"] * len(shown.columns), disable_numparse=True))
