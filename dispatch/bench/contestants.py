@@ -59,7 +59,7 @@ def installed(
         raise MissingPackage(f"{contestant} needs the package {package}, which {sys.executable} does not have; install it, or name an "
                              f"interpreter or a folder of packages that has it: --python {contestant}=PATH") from None
 
-# %% ../../nbs/bench/70_contestants.ipynb #be0b5798
+# %% ../../nbs/bench/70_contestants.ipynb #73625192
 def dispatch_contestant(
     backend: str = "auto",  # or a name in BACKENDS
 ) -> Contestant:
@@ -69,7 +69,8 @@ def dispatch_contestant(
         return lambda x, weights, index: fused_moe(x, gate_up_proj, down_proj, weights, index, backend=backend)
     def chosen(shape: MoEShape, tokens: int, element_bytes: int) -> Config:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return {"backend": choose_backend(shape, tokens, torch.float32 if element_bytes == 4 else torch.bfloat16, device).backend}
+        found = choose_backend(shape, tokens, torch.float32 if element_bytes == 4 else torch.bfloat16, device).backend
+        return {"backend": found, **(naive(shape, tokens, element_bytes) if found == "naive" else {})}
     def naive(shape: MoEShape, tokens: int, element_bytes: int) -> Config:
         return asdict(naive_config(tokens * shape.top_k, shape.experts, element_bytes))
     modes = ("eager",) if backend == "reference" or (backend == "auto" and not torch.cuda.is_available()) else ("graph", "eager")
