@@ -114,8 +114,13 @@ def test_results_lie_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 # Contestants of a real race, in processes of their own: a worker finds them as test_bench:NAME.
 
+def light() -> Contestant:
+    "Right, and quick to start."
+    return replace(dispatch_contestant("reference"), name="light", backend="light")
+
+
 def liar() -> Contestant:
-    return replace(stock_contestant(), name="liar", build=lambda shape, gate_up, down: lambda x, weights, index: x)
+    return replace(light(), name="liar", build=lambda shape, gate_up, down: lambda x, weights, index: x)
 
 
 def chatterbox() -> Contestant:
@@ -123,27 +128,27 @@ def chatterbox() -> Contestant:
     print("hello", end="")
     os.write(1, b'{"answer": 1}\n{"answer": {"us": [0.1]}}\ngarbage')
     def build(shape, gate_up, down):
-        layer = stock_contestant().build(shape, gate_up, down)
+        layer = light().build(shape, gate_up, down)
         def call(x, weights, index):
             os.write(1, b"chatter"); print("chatter")
             return layer(x, weights, index)
         return call
-    return replace(stock_contestant(), name="chatterbox", build=build)
+    return replace(light(), name="chatterbox", build=build)
 
 
 def other_seed() -> Contestant:
     "Its process makes other weights than everyone else's."
     made = bench_race.weight_sets
     bench_race.weight_sets = lambda *args: made(*args[:-1], args[-1] + 1)
-    return replace(stock_contestant(), name="other seed")
+    return replace(light(), name="other seed")
 
 
 def _until(tokens: int, last) -> Contestant:
     "A contestant that does something else from so many tokens on."
     def build(shape, gate_up, down):
-        layer = stock_contestant().build(shape, gate_up, down)
+        layer = light().build(shape, gate_up, down)
         return lambda x, weights, index: last() if x.shape[0] >= tokens else layer(x, weights, index)
-    return replace(stock_contestant(), name="until", build=build)
+    return replace(light(), name="until", build=build)
 
 
 def mortal() -> Contestant: return _until(3, lambda: os._exit(7))
@@ -155,16 +160,16 @@ def turncoat() -> Contestant:
     "Right while it is checked, wrong once it is timed."
     calls = []
     def build(shape, gate_up, down):
-        layer = stock_contestant().build(shape, gate_up, down)
+        layer = light().build(shape, gate_up, down)
         return lambda x, weights, index: calls.append(1) or (layer(x, weights, index) if len(calls) < 10 else x)
-    return replace(stock_contestant(), name="turncoat", build=build)
+    return replace(light(), name="turncoat", build=build)
 
 
 def tuned() -> Contestant:
     "Sweeps three configurations: one breaks, one is slow, one is wrong; its default is none of these."
     chosen = []
     def build(shape, gate_up, down):
-        layer = stock_contestant().build(shape, gate_up, down)
+        layer = light().build(shape, gate_up, down)
         def call(x, weights, index):
             kind = chosen[-1]["kind"] if chosen[-1] else "default"
             if kind == "broken": raise RuntimeError("out of shared memory")
@@ -172,7 +177,7 @@ def tuned() -> Contestant:
             if kind == "default": time.sleep(0.02)
             return x if kind == "wrong" else layer(x, weights, index)
         return call
-    return replace(stock_contestant(), name="tuned", build=build, configure=chosen.append, config=lambda *_: dict(chosen[-1] or {}),
+    return replace(light(), name="tuned", build=build, configure=chosen.append, config=lambda *_: dict(chosen[-1] or {}),
                    candidates=lambda tokens: [{"kind": k} for k in ("broken", "slow", "wrong", "good")])
 
 
@@ -181,6 +186,7 @@ def run_race(names: list[str], cells: list[tuple[int, str]], monkeypatch: pytest
     return list(race(names, TINY, cells, ["eager"], "float32", repeats=3, samples=2, warmup_s=0.01, device="cpu", progress=False, **more))
 
 
+@pytest.mark.slow
 def test_a_race_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     "Everyone ran the same inputs; whoever is wrong, foreign or absent has no time; noise on a pipe harms nobody."
     names = ["reference", "stock", "naive", *(f"test_bench:{n}" for n in ("chatterbox", "liar", "other_seed", "clumsy", "turncoat", "tuned", "absent"))]
@@ -208,11 +214,12 @@ def test_a_race_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [o for o in second.out if o["contestant"] == "test_bench:absent"]
 
 
+@pytest.mark.slow
 def test_one_that_dies_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [(2, "uniform"), (4, "uniform"), (5, "uniform")]
-    first, second, third = run_race(["stock", "test_bench:mortal", "test_bench:sleeper"], cells, monkeypatch, timeout_s=60 if os.cpu_count() == 1 else 45)
+    first, second, third = run_race(["reference", "test_bench:mortal", "test_bench:sleeper"], cells, monkeypatch, timeout_s=10)
     assert len(first.rows) == 3
-    assert [r["contestant"] for r in second.rows + third.rows] == ["stock", "stock"]
+    assert [r["contestant"] for r in second.rows + third.rows] == ["reference", "reference"]
     whys = {o["contestant"]: o["why"] for o in second.out}
     assert "exit code 7" in whys["test_bench:mortal"]
     assert "no answer within" in whys["test_bench:sleeper"]

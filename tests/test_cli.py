@@ -133,12 +133,12 @@ def test_bench_names_the_way_to_a_missing_engine() -> None:
 
 
 def test_bench_on_this_machine(tmp_path: Path) -> None:
-    args = ("bench", "--shape", "8,2,64,48", "--tokens", "1,3", "--contestants", "reference,stock", "--mode", "eager", "--repeats", "2")
+    args = ("bench", "--shape", "8,2,64,48", "--tokens", "1,3", "--contestants", "reference,dispatch", "--mode", "eager", "--repeats", "2")
     done = dispatch(*args, "--json", str(tmp_path / "rows.jsonl"))
     assert done.exit_code == 0, done.output
-    for text in ("8,2,64,48, 1 token, uniform", "3 tokens", "reference", "stock", "median µs", "over floor"): assert text in done.output
+    for text in ("8,2,64,48, 1 token, uniform", "3 tokens", "dispatch", "median µs", "over floor"): assert text in done.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(r["tokens"], r["contestant"], len(r["us"])) for r in rows] == [(1, "reference", 12), (1, "stock", 12), (3, "reference", 12), (3, "stock", 12)]
+    assert [(r["tokens"], r["contestant"], len(r["us"])) for r in rows] == [(1, "reference", 12), (1, "dispatch", 12), (3, "reference", 12), (3, "dispatch", 12)]
 
 
 def test_bench_where_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

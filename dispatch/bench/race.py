@@ -381,7 +381,7 @@ class Racer:
         self.errors.close()
         self.home.cleanup()
 
-# %% ../../nbs/bench/71_race.ipynb #1485ae30
+# %% ../../nbs/bench/71_race.ipynb #7c338588
 class Result(NamedTuple):
     "One cell of a race."
     rows: list[dict[str, Any]]  # of kernels.jsonl
@@ -416,7 +416,7 @@ def race(
     racers, steps = {}, tqdm(total=len(cells), desc=shape.name, unit="cell", disable=not progress)
     try:
         for name in contestants: racers[name] = Racer(name, python_of(name, pythons or {}))
-        late = _begin(racers, timeout_s)
+        late = _begin(racers, max(timeout_s, 300))  # an engine may take a minute to import
         for tokens, distribution in cells:
             cell = Cell(shape, tokens, distribution, dtype, device, seed, count, inputs)
             expected = {"weights": sums, "inputs": inputs_checksum(problems(shape, tokens, distribution, [(like, like)] * count, inputs, seed))}
