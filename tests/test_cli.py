@@ -138,7 +138,8 @@ def test_bench_on_this_machine(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for text in ("8,2,64,48, 1 token, uniform", "3 tokens", "dispatch", "median µs", "over floor"): assert text in done.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(r["tokens"], r["contestant"], len(r["us"])) for r in rows] == [(1, "reference", 12), (1, "dispatch", 12), (3, "reference", 12), (3, "dispatch", 12)]
+    assert [(r["tokens"], r["contestant"]) for r in rows] == [(1, "reference"), (1, "dispatch"), (3, "reference"), (3, "dispatch")]
+    assert {len(r["us"]) for r in rows} == {12}
 
 
 def test_bench_where_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
