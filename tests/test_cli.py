@@ -1,4 +1,5 @@
 """The `dispatch` command as a user meets it."""
+import importlib.util
 import json
 import os
 import subprocess
@@ -6,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from dispatch.cli import main
+from dispatch.cli import main, standings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +25,7 @@ def _inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
-@pytest.mark.parametrize("args", [("--help",), ("run", "--help"), ("doctor", "-h")])
+@pytest.mark.parametrize("args", [("--help",), ("run", "--help"), ("doctor", "-h"), ("bench", "--help")])
 def test_help(args: tuple[str, ...]) -> None:
     done = dispatch(*args)
     assert done.exit_code == 0
@@ -47,6 +49,14 @@ def test_list_runs_nothing() -> None:
     (("doctor", "--shape", "gpt"), "deepseek-moe-16b"),
     (("doctor", "--shape", "8,9,64,64"), "K at most E"),
     (("doctor", "--tokens", "four"), "whole numbers"),
+    (("bench", "--tokens", "1;2"), "whole numbers"),
+    (("bench", "--tokens", "0"), "1 and more"),
+    (("bench", "--shape", "gpt"), "deepseek-moe-16b"),
+    (("bench", "--distribution", "poisson"), "--distribution"),
+    (("bench", "--contestants", "fastest"), "torch-grouped-mm"),
+    (("bench", "--python", "vllm"), "NAME=PATH"),
+    (("bench", "--python", "vllm=/nowhere/python"), "no interpreter"),
+    (("bench", "--json", "/nowhere/rows.jsonl"), "can't write to"),
 ])
 def test_errors_say_what_is_accepted(args: tuple[str, ...], says: str) -> None:
     done = dispatch(*args)
@@ -104,3 +114,52 @@ def test_a_phase_that_fails_says_so_and_keeps_its_rows() -> None:
     assert "Traceback" not in done.stderr
     [run] = set((ROOT / "out/phase-1").glob("*")) - before
     assert json.loads((run / "manifest.json").read_text())["exit_status"].startswith("failed: ValueError")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU is told")
+def test_bench_without_a_gpu() -> None:
+    for mode in ("graph", "both"):
+        done = dispatch("bench", "--mode", mode)
+        assert done.exit_code == 2
+        assert "need a GPU" in " ".join(done.output.split())
+
+
+def test_bench_names_the_way_to_a_missing_engine() -> None:
+    for name in ("vllm", "sglang"):
+        if importlib.util.find_spec(name) is None:
+            done = dispatch("bench", "--contestants", f"stock,{name}")
+            assert done.exit_code == 1
+            assert f"--python {name}=/path/to/python" in " ".join(done.output.split())
+
+
+def test_bench_on_this_machine(tmp_path: Path) -> None:
+    args = ("bench", "--shape", "8,2,64,48", "--tokens", "1,3", "--contestants", "reference,dispatch", "--mode", "eager", "--repeats", "2")
+    done = dispatch(*args, "--json", str(tmp_path / "rows.jsonl"))
+    assert done.exit_code == 0, done.output
+    for text in ("8,2,64,48, 1 token, uniform", "3 tokens", "dispatch", "median µs", "over floor"): assert text in done.output
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(r["tokens"], r["contestant"]) for r in rows] == [(1, "reference"), (1, "dispatch"), (3, "reference"), (3, "dispatch")]
+    assert {len(r["us"]) for r in rows} == {12}
+
+
+def test_bench_where_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = dispatch("bench", "--shape", "8,2,64,48", "--tokens", "1", "--contestants", "nowhere:made", "--mode", "eager")
+    assert done.exit_code == 1
+    assert "nowhere:made left: No module named 'nowhere'" in done.output
+    assert "nothing was timed" in done.output
+
+
+def hand_made(contestant: str, us: list[float], floor: float | None = 5.0) -> dict:
+    return dict(contestant=contestant, backend="naive" if contestant == "dispatch" else "triton", us=us, repeat_medians=us, median_us=sorted(us)[1],
+                floor_us=floor, spread=0.01, weight_bytes=10**6, rel_err=0.003)
+
+
+@pytest.mark.parametrize(("rows", "line"), [
+    ([hand_made("vllm", [12, 13, 14]), hand_made("dispatch", [9, 10, 11])],
+     "dispatch (naive) is first with 10.0 µs, 2.00× the floor; vllm takes 1.30 times as long."),
+    ([hand_made("vllm", [11, 13, 14]), hand_made("dispatch", [9, 10, 11])],
+     "A tie: the repeats of dispatch (naive), vllm overlap; the fastest median is 10.0 µs, 2.00× the floor."),
+    ([hand_made("stock", [9, 10, 11], None)], "Only stock ran: 10.0 µs."),
+])
+def test_standings(rows: list[dict], line: str) -> None:
+    assert standings(rows, "a cell")[1] == line
