@@ -63,7 +63,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     Backend("swap_ab", launch_swap_ab, TRITON, "grouped GEMMs with weights as rows, up to some hundred tokens; sm80 and newer"),
 )}
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #cb438ea3
+# %% ../../nbs/kernels/19_fused_moe.ipynb #6f1c5df6
 TABLE = Path(__file__).resolve().parent.parent / "data/kernels.json" if "__file__" in globals() else Path("../../dispatch/data/kernels.json")
 
 
@@ -80,10 +80,10 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _choose(E: int, K: int, H: int, I: int, tokens: int, capability: tuple[int, int], gpu: str) -> Choice:
+def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, capability: tuple[int, int], gpu: str) -> Choice:
     if capability < TRITON:
         return Choice("reference", f"compute capability {capability[0]}.{capability[1]} is below the {TRITON[0]}.{TRITON[1]} that the Triton kernels need")
-    for up_to, backend in _table().get((gpu, E, K, H, I), []):
+    for up_to, backend in _table().get((gpu, E, K, H, I), []) if element_bytes == 2 else []:
         if tokens <= up_to: return Choice(backend, f"the fastest measured at this shape on an {gpu} up to {up_to} tokens")
     rows = tokens * K / E
     if tokens <= 2: return Choice("gemv", "one or two tokens: matrix-vector kernels read each weight once")
@@ -99,6 +99,7 @@ def _gpu(index: int) -> tuple[tuple[int, int], str]:  # pragma: gpu
 def choose_backend(
     shape: MoEShape,  # E, K, H, I
     tokens: int,  # T
+    dtype: torch.dtype,
     device: torch.device | str,
     capability: tuple[int, int] | None = None,  # compute capability; default: asked of the device
     gpu: str | None = None,  # its name; default: asked of the device
@@ -109,9 +110,9 @@ def choose_backend(
     if capability is None or gpu is None:
         found = _gpu(torch.cuda.current_device() if device.index is None else device.index) if capability is None else (capability, "")
         capability, gpu = capability or found[0], gpu or found[1]
-    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, capability, gpu)
+    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu)
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #b9e99e1b
+# %% ../../nbs/kernels/19_fused_moe.ipynb #5dba1cec
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -136,7 +137,7 @@ def _fused_moe(
     sizes = check_inputs(x, gate_up, down, weights, index, out, skip_invalid, shared_gate_up, shared_down)
     T, K, E, H, I, S = sizes
     if backend == "auto":
-        backend = _choose(E, K, H, I, T, *_gpu(x.get_device())).backend if x.is_cuda else "reference"
+        backend = _choose(E, K, H, I, T, x.element_size(), *_gpu(x.get_device())).backend if x.is_cuda else "reference"
     if out is None: out = torch.empty((T, H), dtype=x.dtype, device=x.device)
     BACKENDS[backend].launch(sizes, x, gate_up, down, weights, index, out, shared_gate_up, shared_down)
     return out
