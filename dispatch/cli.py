@@ -256,7 +256,7 @@ def doctor(shape: str, tokens: str, dtype: str) -> None:
     console.print(served)
     for b in BACKENDS.values(): console.print(f"  {b.name}: {b.about}", highlight=False)
 
-# %% ../nbs/90_cli.ipynb #114bd1ab
+# %% ../nbs/90_cli.ipynb #ed4a8507
 def _racers(names: str | None, pythons: dict[str, str], gpu: bool) -> list[str]:
     "The contestants asked for, or all that can run here."
     from dispatch.bench.contestants import CONTESTANTS, PACKAGES
@@ -362,7 +362,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
     modes = ["graph", "eager"] if mode == "both" or (mode is None and gpu) else [mode or "eager"]
     kind, timed = dtype or ("bfloat16" if gpu else "float32"), 0
     try:
-        with closing(race(names, sizes, [(t, distribution) for t in counts], modes, kind, ceilings, where, repeats)) as results:
+        with closing(race(names, [(sizes, t, distribution) for t in counts], modes, kind, ceilings, where, repeats)) as results:
             for rows, left in results:
                 for o in left: console.print(f"{o['contestant']} {o['kind']}: {escape(o['why'])}", highlight=False)
                 if out:

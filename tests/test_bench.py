@@ -183,7 +183,7 @@ def tuned() -> Contestant:
 
 def run_race(names: list[str], cells: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, **more):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return list(race(names, TINY, cells, ["eager"], "float32", repeats=3, samples=2, warmup_s=0.01, device="cpu", progress=False, **more))
+    return list(race(names, [(TINY, *c) for c in cells], ["eager"], "float32", repeats=3, samples=2, warmup_s=0.01, device="cpu", progress=False, **more))
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_where_a_contestant_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "says"), [
     (dict(modes=["fast"]), "accepted are 'graph' and 'eager'"), (dict(modes=["graph"]), "need a GPU"), (dict(repeats=0), "1 and more")])
 def test_a_race_that_makes_no_sense(change: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says): next(race(["stock"], TINY, [(1, "uniform")], device="cpu", **change))
+    with pytest.raises(ValueError, match=says): next(race(["stock"], [(TINY, 1, "uniform")], device="cpu", **change))
 
 
 def test_contestants_by_name() -> None:
@@ -294,6 +294,6 @@ def test_contestants_by_name() -> None:
 def test_a_race_on_the_gpu(name: str) -> None:
     "vllm and sglang must be installed for this interpreter."
     shape = MoEShape("small", 16, 4, 512, 256)
-    [result] = race([name, "stock"], shape, [(16, "uniform")], ceilings=Ceilings(4e12, 7e14), repeats=2, samples=2, progress=False)
+    [result] = race([name, "stock"], [(shape, 16, "uniform")], ceilings=Ceilings(4e12, 7e14), repeats=2, samples=2, progress=False)
     assert not result.out
     assert [(r["contestant"], r["mode"]) for r in result.rows if r["contestant"] != "stock"] == [(name, "graph"), (name, "eager")]

@@ -112,7 +112,7 @@ def choose_backend(
         capability, gpu = capability or found[0], gpu or found[1]
     return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu)
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #5dba1cec
+# %% ../../nbs/kernels/19_fused_moe.ipynb #d88ad3c9
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -135,7 +135,7 @@ def _fused_moe(
     shared_gate_up: torch.Tensor | None, shared_down: torch.Tensor | None, skip_invalid: bool, backend: str,
 ) -> torch.Tensor:
     sizes = check_inputs(x, gate_up, down, weights, index, out, skip_invalid, shared_gate_up, shared_down)
-    T, K, E, H, I, S = sizes
+    T, K, E, H, I, _ = sizes
     if backend == "auto":
         backend = _choose(E, K, H, I, T, x.element_size(), *_gpu(x.get_device())).backend if x.is_cuda else "reference"
     if out is None: out = torch.empty((T, H), dtype=x.dtype, device=x.device)

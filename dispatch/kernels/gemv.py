@@ -62,7 +62,7 @@ def _gemv_gate_up_kernel(
     g = tl.sum(gate, 1)
     tl.store(h + p.to(tl.int64) * I + n, g * tl.sigmoid(g) * tl.sum(up, 1) * weight, mask=n < I)
 
-# %% ../../nbs/kernels/14_gemv.ipynb #3a73a6fb
+# %% ../../nbs/kernels/14_gemv.ipynb #f1ed97ae
 @triton.jit
 def _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr):
     "Expert e's down weights of output columns n at intermediate columns k; zeros for no expert."
@@ -87,7 +87,7 @@ def _gemv_down_kernel(
     for s in tl.static_range(EARLY):  # these depend on no other kernel
         e = _expert_of(index, t * (K + S) + s, True, E, K, S)
         for b in tl.static_range(blocks):
-            early = early + (_down_rows(w, e, n, b * BLOCK_K + tl.arange(0, BLOCK_K), stride_we, stride_wn, stride_wi, shared_offset, E, S, H, I),)
+            early += (_down_rows(w, e, n, b * BLOCK_K + tl.arange(0, BLOCK_K), stride_we, stride_wn, stride_wi, shared_offset, E, S, H, I),)  # type: ignore[assignment]
     if PDL: gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for s in tl.static_range(K + S):
@@ -95,8 +95,7 @@ def _gemv_down_kernel(
         e = _expert_of(index, p, True, E, K, S)
         for b in tl.static_range(blocks):
             k = b * BLOCK_K + tl.arange(0, BLOCK_K)
-            if s < EARLY: rows = early[s * blocks + b]
-            else: rows = _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E, S, H, I)
+            rows = early[s * blocks + b] if s < EARLY else _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E, S, H, I)
             a = tl.load(h + p.to(tl.int64) * I + k, mask=(k < I) & (e >= 0), other=0.0)
             acc += rows.to(tl.float32) * a[None, :]
     y = tl.sum(acc, 1).to(out.dtype.element_ty)

@@ -18,7 +18,7 @@ from .routing import synthetic_routing
 # %% auto #0
 __all__ = ['DTYPES', 'INDEX_DTYPES', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'random_experts', 'example_inputs']
 
-# %% ../../nbs/kernels/11_reference.ipynb #05a6af7b
+# %% ../../nbs/kernels/11_reference.ipynb #54d909e6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -65,7 +65,8 @@ def _sizes(
         given = [t for t in (gate_up, down, out, shared_gate_up, shared_down) if t is not None]
         S = 0 if shared_down is None or shared_gate_up is None else shared_down.shape[1] // I
         right = (
-            all(t.layout == torch.strided for t in (x, weights, index, *given)) and two_i == 2 * I and gate_up.shape[2] == H and down.shape == (E, H, I) and index.shape == (T, K) and weights.shape == (T, K)
+            all(t.layout == torch.strided for t in (x, weights, index, *given))
+            and two_i == 2 * I and gate_up.shape[2] == H and down.shape == (E, H, I) and index.shape == (T, K) and weights.shape == (T, K)
             and 1 <= K <= E and H and I and dtype in DTYPES and device.type in ("cpu", "cuda")
             and weights.dtype == torch.float32 and index.dtype in INDEX_DTYPES and weights.device == device and index.device == device
             and all(t.dtype == dtype and t.device == device for t in given)
