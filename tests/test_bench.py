@@ -20,7 +20,7 @@ from dispatch.bench.contestants import (
     stock_contestant,
     vllm_candidates,
 )
-from dispatch.bench.headlines import as_markdown, disturbance_us, published_race, race_rows, race_table, results_root
+from dispatch.bench.headlines import as_markdown, published_race, race_rows, race_table, results_root, verdicts
 from dispatch.bench.race import (
     checksum,
     has_package,
@@ -75,35 +75,39 @@ def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match="accepted are 'reference', 'naive', 'gemv', 'swap_ab'"): dispatch_contestant("fastest")
 
 
-def test_table_by_hand(tmp_path: Path) -> None:
+def logged(run: Run, who: str, mode: str, medians: list[float], rel_err: float = 0.003, **more) -> None:
+    run.log("kernels", **(dict(contestant=who, backend=who, shape="deepseek-moe-16b", tokens=1, distribution="uniform", mode=mode, us=medians,
+                               repeat_medians=medians, median_us=sorted(medians)[len(medians) // 2], floor_us=25.0, weight_bytes=10**8,
+                               experts_hit=6.0, rel_err=rel_err) | more))
+
+
+def test_table_and_verdicts_by_hand(tmp_path: Path) -> None:
     with Run("phase-1", root=tmp_path) as run:
-        for who, mode, us in (("stock", "eager", 400.0), ("dispatch", "eager", 100.0), ("dispatch", "graph", 50.0)):
-            run.log("kernels", contestant=who, backend="naive", shape="deepseek-moe-16b", tokens=1, distribution="uniform", mode=mode,
-                    median_us=us, floor_us=25.0, weight_bytes=10**8, experts_hit=6.0)
-    [row] = race_table(race_rows(read_run(run.folder))).to_dict("records")
-    assert row["stock eager µs"] == 400.0
-    assert row["over floor"] == 2.0
+        logged(run, "dispatch", "graph", [49.0, 50.0, 51.0])
+        logged(run, "vllm", "graph", [60.0, 62.0, 64.0], rel_err=0.006)
+        logged(run, "sglang", "graph", [59.0, 61.0, 70.0])
+        logged(run, "dispatch", "eager", [100.0, 101.0, 120.0])
+        logged(run, "stock", "eager", [110.0, 115.0, 118.0])
+        logged(run, "dispatch", "graph", [1.0], shape="another")
+    frame = race_rows(read_run(run.folder))
+    assert set(frame["shape"]) == {"deepseek-moe-16b"}
+    assert len(race_rows(read_run(run.folder), every_shape=True)) == len(frame) + 1
+    [row] = race_table(frame).to_dict("records")
+    assert (row["dispatch µs"], row["vllm µs"], row["over floor"], row["dispatch is"]) == (50.0, 62.0, 2.0, "first")
     assert row["GB/s"] == pytest.approx(2000)
-    assert row["TFLOP/s"] == pytest.approx(6 * 6 * 2048 * 1408 / 50e-6 / 1e12)
-    assert "2.00×" in as_markdown(race_table(race_rows(read_run(run.folder))))
+    assert "2.00×" in as_markdown(race_table(frame))
+    assert frame.tflop_s.iloc[0] == pytest.approx(6 * 6 * 2048 * 1408 / 50e-6 / 1e12)
+    graph, eager = verdicts(frame).to_dict("records")
+    assert (graph["best_other"], graph["lead"], graph["over_vllm_error"]) == ("sglang", pytest.approx(61 / 50), pytest.approx(0.5))
+    assert (eager["won"], eager["tied"], eager["verdict"]) == (False, True, "tie")
 
 
 def test_a_table_without_a_gpu_has_no_empty_columns(tmp_path: Path) -> None:
     with Run("phase-1", root=tmp_path) as run:
-        for who in ("stock", "reference"):
-            run.log("kernels", contestant=who, backend="reference", shape="cpu-small", tokens=1, distribution="uniform", mode="eager",
-                    median_us=10.0, floor_us=None, weight_bytes=10, experts_hit=4.0)
-    assert list(race_table(race_rows(read_run(run.folder)))) == ["tokens", "experts hit", "stock eager µs", "reference eager µs"]
-
-
-@pytest.mark.parametrize(("control", "late"), [(100.0, 0.0), (97.5, 0.0), (90.0, 10.0), (None, 0.0)])
-def test_a_disturbed_clock_is_told(tmp_path: Path, control: float | None, late: float) -> None:
-    with Run("phase-1", root=tmp_path) as run:
-        if control: run.log("control", name="naive graph, 64 tokens, uniform", value=control)
-        run.log("kernels", contestant="dispatch", backend="naive", shape="deepseek-moe-16b", tokens=64, distribution="uniform", mode="graph",
-                median_us=100.0, floor_us=50.0, weight_bytes=10, experts_hit=4.0)
-    info = read_run(run.folder)
-    assert disturbance_us(info, race_rows(info)) == pytest.approx(late)
+        for who in ("stock", "reference"): logged(run, who, "eager", [10.0], floor_us=None, shape="cpu-small")
+    frame = race_rows(read_run(run.folder))
+    assert list(race_table(frame, mode="eager")) == ["tokens", "experts hit", "stock µs", "reference µs"]
+    assert not len(verdicts(frame))
 
 
 def test_results_lie_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def _gemv_down_kernel(
     y = tl.sum(acc, 1).to(out.dtype.element_ty)
     tl.store(out + t.to(tl.int64) * stride_ot + n.to(tl.int64) * stride_oh, y, mask=n < H)
 
-# %% ../../nbs/kernels/14_gemv.ipynb #491629fe
+# %% ../../nbs/kernels/14_gemv.ipynb #f139bf66
 def _piece(length: int, most: int) -> int:
     "The largest power of two up to `most` that divides a row, or, where only small ones do, one that covers it with a mask."
     even = length & -length
@@ -143,6 +143,7 @@ def launch_gemv(
             shared_offset(gate_up_proj, shared_gate_up_proj), E, K, S, H, I, block_n, block_k, pdl, num_warps=1)
         block_n, block_k, warps = (4, 512, 4) if T <= 2 else (2, 512, 1)
         if I > 4096: block_n, block_k, warps = 2, 2048, 4
+        if not hidden_states.is_cuda: block_n = 16
         block_k = min(block_k, triton.next_power_of_2(I))
         _gemv_down_kernel[(T * triton.cdiv(H, block_n),)](
             h, down_proj, out, index, *down_proj.stride(), *out.stride(), shared_offset(down_proj, shared_down_proj),
