@@ -81,14 +81,14 @@ def swap_cases(arch: int, down: bool):
 
 
 def gemv_cases(arch: int, down: bool):
-    for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("deepseek", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
+    for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("small", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
         meta = dict(E=E, K=K, S=S, H=H, I=I, PDL=arch >= 90)
         pointers = dict(x=f"*{dtype}", w=f"*{dtype}", out=f"*{dtype}", h="*fp32", top_k_weights="*fp32", index=f"*{index}")
         cuts = [(4, 512, 4), (2, 512, 1)] if down else [(1, _piece(H, 2048), 1)]
         for block_n, block_k, warps in cuts:
             if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
             yield f"{dtype}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
-    if down: yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
+    if down and arch in (80, 90): yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
 
 
 def sort_cases(arch: int):
