@@ -88,7 +88,8 @@ def gemv_cases(arch: int, down: bool):
         for block_n, block_k, warps in cuts:
             if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
             yield f"{dtype}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
-    if down and arch in (80, 90): yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
+    if down and arch in (80, 90):
+        yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
 
 
 def sort_cases(arch: int):
