@@ -14,7 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import dispatch
+from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
+from dispatch.kernels.swap_ab import swap_config
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a block can opt in to, CUDA C++ programming guide
 FALLBACK = (80, 86, 89, 90)
@@ -35,20 +37,85 @@ def naive_cases(*pointers: str, **fixed: int):
     yield "fp32, H and I of 1", types | dict(H="constexpr:1", I="constexpr:1"), meta, (c.num_warps, c.num_stages)
 
 
-def sum_cases():
+def sum_cases(arch: int):
     for dtype in TYPES:
         yield dtype, dict(y=f"*{dtype}", out=f"*{dtype}", index="*i64", stride_oh="constexpr:1"), dict(K=6, BLOCK=1024), (4, 3)
 
 
-def read_cases():
+def read_cases(arch: int):
     yield "int32", dict(x="*i32", out="*i32"), dict(BLOCK=2048, STEPS=8), (4, 3)
 
 
-# kernel → (architectures it claims, its cases); an argument that a case doesn't type is a 64-bit stride or a 32-bit size
+def variants(arch: int):
+    "Few, telling: name, dtype, (E, K, S, H, I), the index's type, and argument types of its own."
+    narrow = dict.fromkeys(("up_offset", "stride_xt", "stride_we", "stride_wn", "shared_offset"), "i32")
+    unit = dict(stride_xh="constexpr:1", stride_wh="constexpr:1", stride_wi="constexpr:1", stride_oh="constexpr:1")
+    turned = dict(stride_wn="constexpr:1", stride_wh="i64", stride_wi="i64")
+    yield "deepseek", "bf16", (64, 6, 2, 2048, 1408), "i64", unit | narrow
+    yield "deepseek v3", "bf16", (256, 8, 0, 7168, 2048), "i32", unit
+    if arch in (86, 89): return  # one code path; the rest is compiled for 80 and 90
+    yield "odd", "fp16", (60, 4, 2, 50, 33), "i64", unit | dict.fromkeys(("stride_xt", "stride_we", "stride_wn", "shared_offset"), "i64!")
+    yield "turned weights", "bf16", (8, 2, 2, 1000, 344), "i32", unit | turned
+
+
+def swap_cases(arch: int, down: bool):
+    "Every configuration that swap_config can give on that architecture; sizes, strides and index take turns."
+    capability, seen = divmod(arch, 10), set()
+    kinds, turn = list(variants(arch)), 0
+    calls = [(T, 8, E) for E in (64, 384) for T in (1, 20, 32, 33, 40, 64, 100, 200, 1000)]
+    for size in (2, 4):
+        for T, slots, E in calls:
+            c = swap_config(T, slots, E, size, capability)
+            if c in seen: continue
+            seen.add(c)
+            name, dtype, (experts, K, S, H, I), index, types = kinds[turn % len(kinds)]
+            turn += 1
+            if size == 4: dtype = "fp32"
+            product = c.down if down else c.gate_up
+            meta = dict(E=experts, K=K, S=S, H=H, I=I, BINS=max(32, triton.next_power_of_2(experts + S)), FIND=256 if c.find else 0, SMALL=c.small,
+                        BIG=c.big, BLOCK_N=product.block_n, BLOCK_K=product.block_k, STAGES_SMALL=product.stages_small,
+                        STAGES_BIG=product.stages_big, PDL=c.pdl)
+            tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows"), f"*{index}" if c.find else "*i32")  # with find the index stands in
+            pointers = dict.fromkeys(("x", "w", "h", "y"), f"*{dtype}") | dict(top_k_weights="*fp32", index=f"*{index}")
+            yield f"{dtype}, {name}, find {c.find}, {c.small}/{c.big}, {T} tokens", types | pointers | tables, meta, (product.num_warps, 3)
+
+
+def gemv_cases(arch: int, down: bool):
+    for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("small", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
+        meta = dict(E=E, K=K, S=S, H=H, I=I, PDL=arch >= 90)
+        pointers = dict(x=f"*{dtype}", w=f"*{dtype}", out=f"*{dtype}", h="*fp32", top_k_weights="*fp32", index=f"*{index}")
+        cuts = [(4, 512, 4), (2, 512, 1)] if down else [(1, _piece(H, 2048), 1)]
+        for block_n, block_k, warps in cuts:
+            if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
+            yield f"{dtype}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
+    if down and arch in (80, 90):
+        yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
+
+
+def sort_cases(arch: int):
+    tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows"), "*i32!")  # pieces of one tensor
+    for index, E, S, chunk in (("i64", 64, 2, 4096), ("i32", 256, 0, 128)):
+        meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, PDL=arch >= 90)
+        yield f"{index}, E={E}", dict(index=f"*{index}") | tables, meta, (8, 3)
+
+
+def sum_rows_cases(arch: int):
+    for name, dtype, (E, K, S, H, _), index, types in variants(arch):
+        meta = dict(E=E, K=K, S=S, H=H, BLOCK=1024, PDL=arch >= 90)
+        yield f"{dtype}, {name}", types | dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}"), meta, (4, 3)
+
+
+# kernel → (architectures it claims, its cases there); an argument that a case doesn't type is a 64-bit stride or a 32-bit size
 KERNELS = {
-    "_gate_up_kernel": (FALLBACK, lambda: naive_cases("x", "w", "h", K=6)),
-    "_down_kernel": (FALLBACK, lambda: naive_cases("h", "w", "y")),
+    "_gate_up_kernel": (FALLBACK, lambda arch: naive_cases("x", "w", "h", K=6)),
+    "_down_kernel": (FALLBACK, lambda arch: naive_cases("h", "w", "y")),
     "_sum_kernel": (FALLBACK, sum_cases),
+    "_sort_kernel": (FALLBACK, sort_cases),
+    "_gemv_gate_up_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=False)),
+    "_gemv_down_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=True)),
+    "_swap_gate_up_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=False)),
+    "_swap_down_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=True)),
+    "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }
 
@@ -63,13 +130,13 @@ def kernels_of_the_package() -> dict[str, triton.runtime.JITFunction]:
 
 
 def compile_case(fn, arch: int, types: dict, meta: dict, launch: tuple[int, int]):
-    "One kernel for one architecture, with every pointer and size divisible by 16."
+    "One kernel for one architecture, with every pointer, stride and size divisible by 16 but those whose type ends in `!`."
     constants, signature, attrs = dict(meta), {}, {}
     for i, name in enumerate(fn.arg_names):
         kind = types.get(name, "i64" if name.startswith("stride") else "i32")
         if kind.startswith("constexpr:"): constants[name] = int(kind.split(":")[1])
-        signature[name] = "constexpr" if name in constants else kind
-        if name not in constants and (kind.startswith(("*", "i64")) or name in ("H", "I")): attrs[(i,)] = [["tt.divisibility", 16]]
+        signature[name] = "constexpr" if name in constants else kind.removesuffix("!")
+        if not kind.endswith("!") and name not in constants and (kind.startswith(("*", "i64")) or name in ("H", "I")): attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=launch[0], num_stages=launch[1]))
 
@@ -79,7 +146,7 @@ def main() -> None:
     if missing := kernels.keys() - KERNELS.keys(): sys.exit(f"no compile cases for {', '.join(sorted(missing))}; add them to tests/aot.py")
     for name, (archs, cases) in KERNELS.items():
         for arch in archs:
-            for case, types, meta, launch in cases():
+            for case, types, meta, launch in cases(arch):
                 done = compile_case(kernels[name], arch, types, meta, launch)
                 mma = sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)", done.asm["ptx"])))
                 row = dict(kernel=name, arch=arch, case=case, shared=done.metadata.shared, limit=SHARED_LIMIT[arch], mma=mma)

@@ -1,14 +1,32 @@
 """Every backend against the float32 reference at awkward shapes, and each bad input's error."""
+import itertools
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dispatch.core.roofline import SHAPES
 from dispatch.core.timing import agreement, check_agreement
-from dispatch.kernels.fused_moe import BACKENDS, choose_backend, fused_moe
-from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
+from dispatch.kernels.fused_moe import BACKENDS, _choose, _fused_moe_op, _table, choose_backend, fused_moe
+from dispatch.kernels.gemv import gemv_moe
+from dispatch.kernels.reference import Sizes, _look_closer, _sizes, check_inputs, example_inputs, random_experts, reference_moe
 from dispatch.kernels.routing import max_tiles, sort_by_expert, synthetic_routing
+from dispatch.kernels.sort import sort_in_one_launch
+from dispatch.kernels.swap_ab import Product, SwapConfig, swap_ab_moe, swap_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "top_k_index")
+SHARED = ("shared_gate_up_proj", "shared_down_proj")
+TRITON_BACKENDS = [b for b in BACKENDS if b != "reference"]
+
+
+def shared_experts(w2: torch.Tensor, S: int, seed: int = 5) -> dict[str, torch.Tensor]:
+    "S shared experts that go with down_proj, as keyword arguments."
+    _, H, I = w2.shape
+    return dict(zip(SHARED, (w[0] for w in random_experts(1, H, S * I, w2.dtype, w2.device, seed)), strict=True))
 
 CASES = {
     "no tokens": dict(T=0),
@@ -31,6 +49,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_agrees_and_repeats(backend: str, case: dict, dtype: torch.dtype) -> None:
+    if backend == "gemv" and DEVICE == "cpu": case = case | dict(T=min(case["T"], 3), K=min(case.get("K", 2), 3))  # a second a token
     args = example_inputs(**case, dtype=dtype, device=DEVICE)
     out = torch.full_like(args[0], float("nan"))  # poisoned: every element must be written
     y = fused_moe(*args, backend=backend, out=out)
@@ -41,18 +60,22 @@ def test_agrees_and_repeats(backend: str, case: dict, dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33, 100, 1000, 3000])
-@pytest.mark.parametrize("shape", [(64, 6, 2048, 1408), (60, 4, 2048, 1408), (8, 2, 1000, 344), (128, 8, 2048, 768)], ids=str)
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("shape", [(64, 6, 2048, 1408), (60, 4, 2048, 1408), (8, 2, 1000, 344), (128, 8, 2048, 768), (256, 8, 7168, 2048)], ids=str)
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
 def test_bf16(backend: str, shape: tuple[int, int, int, int], tokens: int) -> None:
     E, K, H, I = shape
+    if E == 256 and tokens not in (1, 33): pytest.skip("22.5 GB of weights: two token counts are enough")
     args = example_inputs(tokens, E, K, H, I, torch.bfloat16, "cuda", distribution="zipf:1.2")
     y = fused_moe(*args, backend=backend)
     check_agreement(y, reference_moe(*args), backend)
     assert torch.equal(y, fused_moe(*args, backend=backend))
+    if E == 256:
+        del args
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
 def test_offsets_past_2_31_elements(backend: str) -> None:
     "gate_up_proj of 4.3e9 elements, then T*K*H of 2.1e9."
     args = example_inputs(40, 64, 4, 8192, 4096, torch.bfloat16, "cuda")
@@ -60,13 +83,14 @@ def test_offsets_past_2_31_elements(backend: str) -> None:
     check_agreement(fused_moe(*args, backend=backend), reference_moe(*args), backend)
     del args
     torch.cuda.empty_cache()
+    if backend == "gemv": return  # no workspace of T*K*H, and 66000 tokens take it half a minute
     args = example_inputs(66000, 8, 8, 4096, 64, torch.bfloat16, "cuda")
     assert args[0].shape[0] * 8 * 4096 > 2**31
     check_agreement(fused_moe(*args, backend=backend), reference_moe(*args), backend)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
 def test_gpu_never_synchronises_and_skips_bad_indices(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w13, w2, tw, ti = example_inputs(T=33, E=16, K=4, H=256, I=128, dtype=torch.bfloat16, device="cuda")
     fused_moe(x, w13, w2, tw, ti, backend=backend)  # compiled
@@ -120,6 +144,7 @@ def bad_inputs() -> dict[str, tuple[dict, type[Exception], str]]:
     x, w13, w2, tw, ti = example_inputs()
     over, under = ti.clone(), ti.clone()
     over[1, 1], under[0, 0] = 8, -1
+    sg, sd = shared_experts(w2, 2).values()
     return {
         "rank of x": (dict(hidden_states=x[None]), ValueError, r"hidden_states has shape \(1, 4, 16\); accepted is \[T, H\]"),
         "rank of gate_up": (dict(gate_up_proj=w13[0]), ValueError, "gate_up_proj has shape"),
@@ -149,7 +174,19 @@ def bad_inputs() -> dict[str, tuple[dict, type[Exception], str]]:
         "out's rows overlap": (dict(out=torch.zeros(99).as_strided((4, 16), (8, 1))), ValueError, "share memory"),
         "all on meta": ({n: t.to("meta") for n, t in zip(NAMES, example_inputs(), strict=True)}, ValueError, "is on meta; accepted are"),
         "sparse": (dict(hidden_states=x.to_sparse()), ValueError, "hidden_states is torch.sparse_coo; accepted is a dense"),
-        "backend": (dict(backend="fastest"), ValueError, "backend is 'fastest'; accepted are 'auto', 'reference', 'naive'"),
+        "shared down missing": (dict(shared_gate_up_proj=sg), ValueError, "shared_down_proj is missing"),
+        "shared gate_up missing": (dict(shared_down_proj=sd), ValueError, "shared_gate_up_proj is missing"),
+        "shared rank": (dict(shared_gate_up_proj=sg[None], shared_down_proj=sd), ValueError, "shared_gate_up_proj has shape"),
+        "shared H": (dict(shared_gate_up_proj=sg[:, :15], shared_down_proj=sd), ValueError, "shared_gate_up_proj has shape"),
+        "shared width": (dict(shared_gate_up_proj=sg[:94], shared_down_proj=sd[:, :47]), ValueError, "shared_down_proj is 47 wide.*I = 24"),
+        "shared widths differ": (dict(shared_gate_up_proj=sg[:48], shared_down_proj=sd), ValueError, r"shared_gate_up_proj has shape.*96"),
+        "shared of no width": (dict(shared_gate_up_proj=sg[:0], shared_down_proj=sd[:, :0]), ValueError, "shared_down_proj is 0 wide"),
+        "shared strides": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.T.contiguous().T), ValueError, "shared_down_proj has strides"),
+        "shared dtype": (dict(shared_gate_up_proj=sg.half(), shared_down_proj=sd), TypeError, "shared_gate_up_proj is float16"),
+        "shared device": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.to("meta")), ValueError, "shared_down_proj is on meta"),
+        "shared list": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.tolist()), TypeError, "shared_down_proj is a list"),
+        "shared gradients": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.clone().requires_grad_()), RuntimeError, r"torch\.no_grad"),
+        "backend": (dict(backend="fastest"), ValueError, "backend is 'fastest'; accepted are 'auto', 'reference', 'naive', 'gemv', 'swap_ab'"),
     }
 
 
@@ -183,8 +220,9 @@ def test_a_sentinels_weight_is_never_looked_at(backend: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter, which only machines without a GPU use")
-def test_bf16_in_the_interpreter_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="bfloat16"): fused_moe(*example_inputs(dtype=torch.bfloat16), backend="naive")
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
+def test_bf16_in_the_interpreter_is_refused(backend: str) -> None:
+    with pytest.raises(RuntimeError, match="bfloat16"): fused_moe(*example_inputs(dtype=torch.bfloat16), backend=backend)
 
 
 def test_gradients_are_fine_under_no_grad() -> None:
@@ -192,13 +230,253 @@ def test_gradients_are_fine_under_no_grad() -> None:
     with torch.no_grad(): assert fused_moe(*args).shape == args[0].shape
 
 
-def test_choice_of_backend() -> None:
-    from dispatch.core.roofline import SHAPES
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch):
+    "Sets what kernels.json says."
+    def put(rows: dict) -> None:
+        monkeypatch.setattr(sys.modules["dispatch.kernels.fused_moe"], "_table", lambda: rows)
+        _choose.cache_clear()
+    yield put
+    _choose.cache_clear()
+
+
+def test_choice_of_backend(table) -> None:
     shape = SHAPES["deepseek-moe-16b"]
+    table({})
     assert choose_backend(shape, 1, torch.bfloat16, "cpu").backend == "reference"
-    assert choose_backend(shape, 1, torch.bfloat16, "cuda", (7, 5)).backend == "reference"
+    assert "7.5" in choose_backend(shape, 1, torch.bfloat16, "cuda", (7, 5)).why
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
-        assert choose_backend(shape, 1, torch.bfloat16, "cuda", capability).backend == "naive"
+        chosen = [choose_backend(shape, T, torch.bfloat16, "cuda", capability).backend for T in (0, 1, 2, 3, 682, 683, 4096)]
+        assert chosen == ["gemv", "gemv", "gemv", "swap_ab", "swap_ab", "naive", "naive"]
+
+
+def test_a_measured_choice_comes_first(table) -> None:
+    shape = SHAPES["deepseek-moe-16b"]
+    table({("GPU X", 64, 6, 2048, 1408): [(1, "naive"), (64, "gemv")]})
+    def chosen(T: int, dtype: torch.dtype = torch.bfloat16, gpu: str = "GPU X", shape=shape) -> str:
+        return choose_backend(shape, T, dtype, "cuda", (9, 0), gpu).backend
+    assert [chosen(T) for T in (1, 2, 64, 65, 4096)] == ["naive", "gemv", "gemv", "swap_ab", "naive"]
+    assert chosen(64, torch.float16) == "gemv"
+    assert chosen(64, torch.float32) == chosen(64, gpu="GPU Y") == chosen(64, shape=SHAPES["olmoe"]) == "swap_ab"
+    assert "measured" in choose_backend(shape, 1, torch.bfloat16, "cuda", (9, 0), "GPU X").why
+    assert choose_backend(shape, 1, torch.bfloat16, "cuda", (7, 5), "GPU X").backend == "reference"
+
+
+def test_the_table_names_backends_in_rising_order() -> None:
+    for up_to in _table().values():
+        assert {b for _, b in up_to} <= BACKENDS.keys()
+        assert [t for t, _ in up_to] == sorted({t for t, _ in up_to})
+
+
+@pytest.mark.parametrize("S", [1, 2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_experts(backend: str, S: int) -> None:
+    "They are experts E to E + S - 1 that every token takes with weight 1."
+    x, w13, w2, tw, ti = example_inputs(T=2, device=DEVICE)
+    shared, (E, H, I), T = shared_experts(w2, S), w2.shape, len(x)
+    ti[0], ti[1, 1] = 8, -1
+    kept, every = ((ti >= 0) & (ti < E)).float(), torch.arange(E, E + S, device=DEVICE).expand(T, S)
+    rows, columns = shared[SHARED[0]].view(2, S, I, H).transpose(0, 1).reshape(S, 2 * I, H), shared[SHARED[1]].view(H, S, I).transpose(0, 1)
+    want = reference_moe(x, torch.cat([w13, rows]), torch.cat([w2, columns]), torch.cat([tw * kept, torch.ones(T, S, device=DEVICE)], 1),
+                         torch.cat([ti.clamp(0, 7), every], 1))
+    out = torch.full_like(x, float("nan"))
+    y = fused_moe(x, w13, w2, tw, ti, **shared, out=out, skip_invalid=True, backend=backend)
+    assert y is out
+    check_agreement(y, want, backend)
+    assert torch.equal(y, fused_moe(x, w13, w2, tw, ti.int(), **shared, skip_invalid=True, backend=backend))
+    turned = w13.transpose(1, 2).contiguous().transpose(1, 2), w2.transpose(1, 2).contiguous().transpose(1, 2)
+    check_agreement(fused_moe(x, *turned, tw, ti, **shared, skip_invalid=True, backend=backend), want, "transposed routed weights")
+    assert fused_moe(x[:0], w13, w2, tw[:0], ti[:0], **shared, backend=backend).shape == (0, H)
+    assert fused_moe(x, w13, w2, tw, ti, **shared, out=x, skip_invalid=True, backend=backend) is x
+    check_agreement(x, want, "in place")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "gemv"])
+def test_shared_experts_with_many_tokens(backend: str, dtype: torch.dtype) -> None:
+    args = example_inputs(T=130, E=3, K=2, H=40, I=24, dtype=dtype, device=DEVICE)
+    shared = shared_experts(args[2], 1)
+    check_agreement(fused_moe(*args, **shared, backend=backend), reference_moe(*args, **shared), backend)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2), st.sampled_from([1, 5, 16, 64]), st.booleans(), st.integers(0, 999))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_sort_in_one_launch(T: int, E: int, K: int, S: int, block: int, wide: bool, seed: int) -> None:
+    "It equals sort_by_expert, with the shared experts as E to E + S - 1. Indices -1 and E are nobody's."
+    index = torch.randint(-1, E + 1, (T, K), generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.int64 if wide else torch.int32)
+    every = torch.where(index < E, index, -1)
+    every = torch.cat([every, torch.arange(E, E + S, device=DEVICE, dtype=index.dtype).expand(T, S)], 1)
+    want, got = sort_by_expert(every, E + S, block), sort_in_one_launch(index, E, block, S)
+    assert torch.equal(got.ends, want.ends)
+    assert torch.equal(got.tile_expert, want.tile_expert)
+    used, real = want.tile_expert >= 0, int(want.ends[-1])
+    assert torch.equal(got.pairs[:real], want.pairs[:real])
+    assert torch.equal(got.tile_row[used], want.tile_row[used])
+    assert torch.equal(got.tile_rows[used], want.tile_rows[used])
+
+
+def test_sort_refuses_a_tile_of_no_rows() -> None:
+    for sort in (sort_by_expert, sort_in_one_launch):
+        with pytest.raises(ValueError, match="block is 0"): sort(torch.zeros(1, 1, dtype=torch.int64), 4, 0)
+
+
+@pytest.mark.parametrize("S", [0, 2])
+@pytest.mark.parametrize(("small", "big"), [(16, 16), (16, 32), (32, 64)])
+def test_swap_ab_finds_what_it_would_sort(small: int, big: int, S: int) -> None:
+    "The two ways to the tokens give the same bits, whatever the tiles."
+    args = example_inputs(T=37, E=3, K=2, H=20, I=24, distribution="zipf:1.2", device=DEVICE)
+    shared = shared_experts(args[2], S) if S else {}
+    product = Product(32, 32, 4, 2, 2)
+    config = SwapConfig(small, big, True, product, replace(product, block_n=64, block_k=16), DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0))
+    found = swap_ab_moe(*args, **shared, config=config)
+    check_agreement(found, reference_moe(*args, **shared), "find")
+    assert torch.equal(found, swap_ab_moe(*args, **shared, config=replace(config, find=False)))
+
+
+def test_swap_configs_are_sound() -> None:
+    for T, E, size, capability in itertools.product((1, 5, 32, 33, 100, 1000, 9000), (8, 64, 256), (2, 4), ((8, 0), (8, 6), (8, 9), (9, 0))):
+        c = swap_config(T, 8, E, size, capability)
+        assert 16 <= c.small <= c.big
+        assert c.find == (T * 8 <= 256)
+        assert c.pdl == (capability == (9, 0))
+
+
+def valid_inputs() -> dict[str, dict]:
+    x, w13, w2, tw, ti = example_inputs()
+    base, shared = dict(zip(NAMES, (x, w13, w2, tw, ti), strict=True)), shared_experts(w2, 2)
+    empty = base | dict(hidden_states=x[:0], top_k_weights=tw[:0], top_k_index=ti[:0])
+    return {
+        "plain": base, "shared": base | shared, "out": base | dict(out=torch.empty(4, 16)), "in place": base | shared | dict(out=x), "no tokens": empty,
+        "no tokens, out": empty | dict(out=x[:0]), "int32": base | dict(top_k_index=ti.int()), "strided out": base | dict(out=torch.empty(4, 32)[:, ::2]),
+        "out transposed": base | shared | dict(out=torch.empty(16, 4).T), "repeated x": base | dict(hidden_states=x[:1].expand(4, 16)),
+        "repeated weights": base | dict(gate_up_proj=w13[:1].expand(8, -1, -1)), "turned": base | dict(down_proj=w2.mT.contiguous().mT),
+        "K equals E": base | dict(top_k_weights=torch.ones(4, 8), top_k_index=torch.arange(8).expand(4, 8)),
+        "half": {n: a.half() if n in NAMES[:3] or n in SHARED else a for n, a in (base | shared).items()},
+    }
+
+
+@pytest.mark.parametrize("case", valid_inputs().values(), ids=valid_inputs().keys())
+def test_the_fast_check_agrees_with_the_slow(case: dict) -> None:
+    args = [case.get(name) for name in (*NAMES, "out", *SHARED)]
+    slow, fast = _look_closer(*args), _sizes(*args)
+    assert fast in (None, slow)
+    assert (fast is None) == (case.get("out") is not None and not case["out"].is_contiguous())
+    assert check_inputs(**case) == slow == Sizes(len(case["hidden_states"]), case["top_k_index"].shape[1], 8, 16, 24, 2 if SHARED[0] in case else 0)
+
+
+@pytest.mark.parametrize("name", [n for n in bad_inputs() if not n.startswith(("index", "backend"))])
+def test_the_fast_check_takes_nothing_bad(name: str) -> None:
+    case = dict(zip(NAMES, example_inputs(), strict=True)) | bad_inputs()[name][0]
+    assert _sizes(*(case.get(n) for n in (*NAMES, "out", *SHARED))) is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference", "naive"])
+def test_the_operator(backend: str, shared: bool) -> None:
+    args = example_inputs(device=DEVICE)
+    torch.library.opcheck(_fused_moe_op, (*args, *(shared_experts(args[2], 2).values() if shared else (None, None)), False, backend))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_compiled_eagerly(shared: bool) -> None:
+    "One graph, any number of tokens, the same bits, with and without out."
+    torch._dynamo.reset()
+    call = torch.compile(lambda args, kw, out: fused_moe(*args, **kw, out=out), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for T in (4, 7):
+            args = example_inputs(T=T, device=DEVICE)
+            x, _, w2, tw, ti = args
+            kw, out = shared_experts(w2, 2) if shared else {}, torch.full_like(x, float("nan"))
+            want = fused_moe(*args, **kw)
+            for t in (x, tw, ti, out): torch._dynamo.mark_dynamic(t, 0)
+            assert torch.equal(call(args, kw, None), want)
+            got = call(args, kw, out)
+            assert got.data_ptr() == out.data_ptr()
+            assert torch.equal(out, want)
+
+
+def test_dynamic_tokens_compile_once() -> None:
+    torch._dynamo.reset()
+    call = torch.compile(lambda *args: fused_moe(*args), fullgraph=True, backend="eager")
+    for T in (4, 9, 31):
+        x, w13, w2, tw, ti = example_inputs(T=T, device=DEVICE)
+        for t in (x, tw, ti): torch._dynamo.mark_dynamic(t, 0)
+        with torch._dynamo.config.patch(error_on_recompile=T > 4): assert torch.equal(call(x, w13, w2, tw, ti), fused_moe(x, w13, w2, tw, ti))
+
+
+def deepseek(T: int, seed: int = 0, S: int = 2) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    args = example_inputs(T, 64, 6, 2048, 1408, torch.bfloat16, "cuda", seed)
+    return args, shared_experts(args[2], S)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 64, 512])
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
+def test_shared_bf16_repeats_bit_for_bit(backend: str, T: int) -> None:
+    args, shared = deepseek(T)
+    y = fused_moe(*args, **shared, backend=backend)
+    check_agreement(y, reference_moe(*args, **shared), backend)
+    for _ in range(20): assert torch.equal(y, fused_moe(*args, **shared, backend=backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 64, 512])
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
+def test_cuda_graph(backend: str, T: int) -> None:
+    "Captured once, replayed with other inputs in the same places."
+    (x, w13, w2, tw, ti), shared = deepseek(T)
+    run = lambda: fused_moe(x, w13, w2, tw, ti, **shared, backend=backend)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): y = run()
+    for seed in (1, 2):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        for old, new in zip((tw, ti), synthetic_routing(T, 64, 6, "zipf:1.2", seed, "cuda"), strict=True): old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_agreement(y, reference_moe(x, w13, w2, tw, ti, **shared), backend)
+        assert torch.equal(y, run())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", *TRITON_BACKENDS])
+def test_compiled_by_inductor(backend: str) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(lambda args, kw: fused_moe(*args, **kw, backend=backend) * 2, fullgraph=True)
+    for T in (1, 5, 70):
+        args, shared = deepseek(T)
+        assert torch.equal(call(args, shared), fused_moe(*args, **shared, backend=backend) * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 20, 64, 512])
+def test_early_launch_changes_no_bit(T: int) -> None:
+    if torch.cuda.get_device_capability() < (9, 0): pytest.skip("programmatic dependent launch needs compute capability 9.0")
+    args, shared = deepseek(T)
+    c = swap_config(T, 8, 66)
+    assert c.pdl
+    for _ in range(5):
+        assert torch.equal(gemv_moe(*args, **shared, pdl=True), gemv_moe(*args, **shared, pdl=False))
+        assert torch.equal(swap_ab_moe(*args, **shared, config=c), swap_ab_moe(*args, **shared, config=replace(c, pdl=False)))
+        if c.find: assert torch.equal(swap_ab_moe(*args, **shared, config=c), swap_ab_moe(*args, **shared, config=replace(c, find=False)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", TRITON_BACKENDS)
+def test_two_streams_at_once(backend: str) -> None:
+    calls = [deepseek(T) for T in (2, 100)]
+    want = [fused_moe(*args, **kw, backend=backend) for args, kw in calls]
+    streams, got = [torch.cuda.Stream() for _ in calls], [[], []]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for i, ((args, kw), stream) in enumerate(zip(calls, streams, strict=True)):
+            with torch.cuda.stream(stream): got[i].append(fused_moe(*args, **kw, backend=backend))
+    torch.cuda.synchronize()
+    for ys, y in zip(got, want, strict=True): assert all(torch.equal(y, other) for other in ys)
 
 
 @pytest.mark.parametrize(("T", "E", "K", "block", "kind"), [
@@ -208,10 +486,12 @@ def test_tiles_cover_each_pair_once(T: int, E: int, K: int, block: int, kind: st
     _, index = synthetic_routing(T, E, K, kind)
     t, flat, seen = sort_by_expert(index, E, block), index.flatten(), []
     assert t.tile_expert.numel() == max_tiles(T * K, E, block)
-    for e, row in zip(t.tile_expert.tolist(), t.tile_row.tolist(), strict=True):
-        if e < 0: continue
+    for e, row, length in zip(t.tile_expert.tolist(), t.tile_row.tolist(), t.tile_rows.tolist(), strict=True):
+        if e < 0:
+            assert length == 0
+            continue
         rows = t.pairs[row:min(row + block, int(t.ends[e]))].long()
-        assert len(rows)
+        assert len(rows) == length > 0
         assert (flat[rows] == e).all()
         seen += rows.tolist()
     assert sorted(seen) == list(range(T * K))
