@@ -29,7 +29,7 @@ from .kernels.fused_moe import BACKENDS, choose_backend
 __all__ = ['CONFIGURATION_PY', 'main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'parse_tokens',
            'doctor', 'standings', 'bench', 'generate', 'checkpoint', 'random']
 
-# %% ../nbs/90_cli.ipynb #c5343ae3
+# %% ../nbs/90_cli.ipynb #777c46ce
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(dispatch.__version__, prog_name="dispatch")
 def main() -> None:
@@ -48,7 +48,8 @@ def pick_phases(
     names: tuple[str, ...],  # stems, phaseN or N; none: all
 ) -> dict[str, Path]:
     "The phases that were named, all pages of one that is named by its number; an unknown name is an error that lists the known ones."
-    known, picked = phases(), {}
+    known: dict[str, Path] = phases()
+    picked: dict[str, Path] = {}
     for name in names:
         number = re.sub("^phase-?", "", name)
         match = [s for s in known if s == name] or [s for s in known if s.startswith(f"phase{number}_")]

@@ -17,7 +17,7 @@ from .sort import _expert_of, uses_pdl
 # %% auto #0
 __all__ = ['shared_offset', 'launch_gemv', 'gemv_moe']
 
-# %% ../../nbs/kernels/14_gemv.ipynb #ebe3b0ca
+# %% ../../nbs/kernels/14_gemv.ipynb #ad677486
 @triton.jit
 def _expert_offset(e, E: tl.constexpr, S: tl.constexpr, stride_we, shared_offset, shared_step: tl.constexpr):
     "Elements from the first routed expert's weights to those of expert e, which from E on is a shared one."
@@ -39,22 +39,22 @@ def _gemv_gate_up_kernel(
     if e < 0: return
     n = tl.program_id(0) // pairs * BLOCK_N + tl.arange(0, BLOCK_N)
     t, s = (p // (K + S)).to(tl.int64), p % (K + S)
-    row = stride_wn
-    if S > 0:
-        row = tl.where(e < E, stride_wn, H)
+    row, step = stride_wn, stride_wh
+    if S > 0:  # shared experts' weights are contiguous, whatever the routed ones' are
+        row, step = tl.where(e < E, stride_wn, H), tl.where(e < E, stride_wh, 1)
         up_offset = tl.where(e < E, up_offset, S * I * H)
     g_ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I * H) + (n.to(tl.int64) * row)[:, None]
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k0 in tl.static_range(0, H, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
+        k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
         if I % BLOCK_N == 0 and H % BLOCK_K == 0:
-            g = tl.load(g_ptr + k[None, :] * stride_wh, eviction_policy="evict_first")
-            u = tl.load(g_ptr + up_offset + k[None, :] * stride_wh, eviction_policy="evict_first")
+            g = tl.load(g_ptr + k[None, :] * step, eviction_policy="evict_first")
+            u = tl.load(g_ptr + up_offset + k[None, :] * step, eviction_policy="evict_first")
         else:
             inside = (n[:, None] < I) & (k[None, :] < H)
-            g = tl.load(g_ptr + k[None, :] * stride_wh, mask=inside, other=0.0)
-            u = tl.load(g_ptr + up_offset + k[None, :] * stride_wh, mask=inside, other=0.0)
+            g = tl.load(g_ptr + k[None, :] * step, mask=inside, other=0.0)
+            u = tl.load(g_ptr + up_offset + k[None, :] * step, mask=inside, other=0.0)
         a = tl.load(x + t * stride_xt + k * stride_xh, mask=k < H, other=0.0).to(tl.float32)[None, :]
         gate += g.to(tl.float32) * a
         up += u.to(tl.float32) * a
@@ -62,13 +62,13 @@ def _gemv_gate_up_kernel(
     g = tl.sum(gate, 1)
     tl.store(h + p.to(tl.int64) * I + n, g * tl.sigmoid(g) * tl.sum(up, 1) * weight, mask=n < I)
 
-# %% ../../nbs/kernels/14_gemv.ipynb #f1ed97ae
+# %% ../../nbs/kernels/14_gemv.ipynb #ebd872e2
 @triton.jit
 def _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr):
     "Expert e's down weights of output columns n at intermediate columns k; zeros for no expert."
-    row = stride_wn
-    if S > 0: row = tl.where(e < E, stride_wn, S * I)
-    ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I) + (n.to(tl.int64) * row)[:, None] + (k * stride_wi)[None, :]
+    row, step = stride_wn, stride_wi
+    if S > 0: row, step = tl.where(e < E, stride_wn, S * I), tl.where(e < E, stride_wi, 1)
+    ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I) + (n.to(tl.int64) * row)[:, None] + (k.to(tl.int64) * step)[None, :]
     return tl.load(ptr, mask=(n[:, None] < H) & (k[None, :] < I) & (e >= 0), other=0.0, eviction_policy="evict_first")
 
 

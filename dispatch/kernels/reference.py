@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from .routing import synthetic_routing
 
 # %% auto #0
-__all__ = ['DTYPES', 'INDEX_DTYPES', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'random_experts', 'example_inputs']
+__all__ = ['DTYPES', 'INDEX_DTYPES', 'NO_GRADIENTS', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'whole_float32',
+           'random_experts', 'example_inputs']
 
-# %% ../../nbs/kernels/11_reference.ipynb #54d909e6
+# %% ../../nbs/kernels/11_reference.ipynb #d0b4e09c
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
+NO_GRADIENTS = "an input requires gradients, and this layer computes none; call it under torch.no_grad() or torch.inference_mode()"
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str: return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
@@ -75,7 +77,7 @@ def _sizes(
             and (shared_gate_up is None or shared_down is None or (S and shared_gate_up.shape == (2 * S * I, H)
                  and shared_down.shape == (H, S * I) and shared_gate_up.is_contiguous() and shared_down.is_contiguous()))
             and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, *given))))
-    except (AttributeError, ValueError, IndexError): return None
+    except (AttributeError, ValueError, IndexError, ZeroDivisionError): return None
     return Sizes(T, K, E, H, I, S) if right else None
 
 
@@ -130,8 +132,7 @@ def _look_closer(
         if t.dtype not in accepted: raise TypeError(f"{name} is {_names((t.dtype,))}; accepted here: {_names(accepted)}")
         if t.device != device: raise ValueError(f"{name} is on {t.device}; accepted is {device}, where hidden_states is")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden_states, top_k_weights, *(t for _, t in floats))):
-        raise RuntimeError("an input requires gradients, and this layer computes none; call it under torch.no_grad() "
-                           "or torch.inference_mode()")
+        raise RuntimeError(NO_GRADIENTS)
     return Sizes(T, K, E, H, twoI // 2, S)
 
 
@@ -162,7 +163,7 @@ def check_index(
     raise IndexError(f"top_k_index[{t}, {k}] is {int(top_k_index[t, k])}; accepted are 0 to {experts - 1}, the experts. "
                      "Pass skip_invalid=True if such indices mark experts that live elsewhere.")
 
-# %% ../../nbs/kernels/11_reference.ipynb #01d33c76
+# %% ../../nbs/kernels/11_reference.ipynb #c4291b3e
 def reference_moe(
     hidden_states: torch.Tensor,  # [T, H] bfloat16, float16 or float32
     gate_up_proj: torch.Tensor,  # [E, 2I, H]
@@ -180,7 +181,7 @@ def reference_moe(
                                     shared_gate_up_proj, shared_down_proj)
     x, flat = hidden_states.float(), top_k_index.reshape(-1)
     rows = torch.zeros(T * K, H, dtype=torch.float32, device=x.device)
-    with _whole_float32(x.device):
+    with whole_float32(x.device):
         for e in flat.unique().tolist():
             if not 0 <= e < E: continue
             pairs = (flat == e).nonzero()[:, 0]
@@ -196,7 +197,7 @@ def reference_moe(
 
 
 @contextmanager
-def _whole_float32(device: torch.device) -> Iterator[None]:
+def whole_float32(device: torch.device) -> Iterator[None]:
     "Float32 products in full, whatever precision or autocast the caller has on."
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -63,7 +63,7 @@ def _sort_kernel(
         tl.store(order + start + tl.cumsum(match, 0) - 1, p, mask=match != 0)
         start += tl.sum(match, 0)
 
-# %% ../../nbs/kernels/13_sort.ipynb #134a31ea
+# %% ../../nbs/kernels/13_sort.ipynb #a96972ef
 def uses_pdl(
     device: torch.device,
 ) -> bool:
@@ -90,7 +90,8 @@ def sort_in_one_launch(
     tiles = max_tiles(pairs, every, block)
     order, ends, expert, row, rows = torch.empty(pairs + every + 3 * tiles, dtype=torch.int32, device=top_k_index.device).split(
         (pairs, every, tiles, tiles, tiles))
-    if pairs:
+    if not pairs: ends.zero_()
+    else:
         _sort_kernel[(every,)](
             top_k_index, order, ends, expert, row, rows, pairs, tiles, experts, K, shared, max(32, triton.next_power_of_2(every)),
             block, min(4096, max(128, triton.next_power_of_2(pairs))), pdl, num_warps=8)

@@ -50,7 +50,7 @@ def _find_pairs(index, pairs, order, e, row, rows, E: tl.constexpr, K: tl.conste
         pair = tl.sum(tl.where(rank[None, :] == r[:, None], p[None, :], 0), 1)
     return pair.to(tl.int64), r < rows
 
-# %% ../../nbs/kernels/15_swap_ab.ipynb #52ea25e8
+# %% ../../nbs/kernels/15_swap_ab.ipynb #7755e271
 @triton.jit
 def _gate_up_tile(
     x, w, h, pair, real, e, n, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset,
@@ -58,21 +58,23 @@ def _gate_up_tile(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
     "h[pair, n] = silu(gate_n·x) * up_n·x for the pairs of one tile."
-    k, line = tl.arange(0, BLOCK_K), stride_wn
-    if S > 0: line, up_offset = tl.where(e < E, stride_wn, H), tl.where(e < E, up_offset, S * I * H)
-    g_ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I * H) + (n.to(tl.int64) * line)[:, None] + (k * stride_wh)[None, :]
+    k, line, step = tl.arange(0, BLOCK_K), stride_wn, stride_wh
+    if S > 0:  # shared experts' weights are contiguous, whatever the routed ones' are
+        line, step, up_offset = tl.where(e < E, stride_wn, H), tl.where(e < E, stride_wh, 1), tl.where(e < E, up_offset, S * I * H)
+    g_ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I * H) + (n.to(tl.int64) * line)[:, None] + (k * step)[None, :]
     x_ptr = x + (pair // (K + S))[None, :] * stride_xt + (k * stride_xh)[:, None]
     gate = tl.zeros((BLOCK_N, BLOCK), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK), tl.float32)
     for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+        far = tl.cast(k0, tl.int64) * step
         if I % BLOCK_N == 0 and H % BLOCK_K == 0:
-            g = tl.load(g_ptr + k0 * stride_wh, eviction_policy="evict_first")
-            u = tl.load(g_ptr + up_offset + k0 * stride_wh, eviction_policy="evict_first")
+            g = tl.load(g_ptr + far, eviction_policy="evict_first")
+            u = tl.load(g_ptr + up_offset + far, eviction_policy="evict_first")
             a = tl.load(x_ptr + k0 * stride_xh, mask=real[None, :], other=0.0)
         else:
             inside = (n[:, None] < I) & (k[None, :] < H - k0)
-            g = tl.load(g_ptr + k0 * stride_wh, mask=inside, other=0.0)
-            u = tl.load(g_ptr + up_offset + k0 * stride_wh, mask=inside, other=0.0)
+            g = tl.load(g_ptr + far, mask=inside, other=0.0)
+            u = tl.load(g_ptr + up_offset + far, mask=inside, other=0.0)
             a = tl.load(x_ptr + k0 * stride_xh, mask=real[None, :] & (k[:, None] < H - k0), other=0.0)
         gate = tl.dot(g, a, gate, input_precision="ieee")
         up = tl.dot(u, a, up, input_precision="ieee")
@@ -104,7 +106,7 @@ def _swap_gate_up_kernel(
     _gate_up_tile(x, w, h, pair, real, e, n, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset,
                   E, K, S, H, I, SMALL, BLOCK_N, BLOCK_K, STAGES_SMALL)
 
-# %% ../../nbs/kernels/15_swap_ab.ipynb #577f60a7
+# %% ../../nbs/kernels/15_swap_ab.ipynb #4e0a6441
 @triton.jit
 def _down_tile(
     h, w, y, top_k_weights, pair, real, e, n, stride_we, stride_wn, stride_wi, shared_offset,
@@ -112,19 +114,20 @@ def _down_tile(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
     "y[pair, n] = weight of the pair * down_n·h[pair] for the pairs of one tile."
-    k, line = tl.arange(0, BLOCK_K), stride_wn
+    k, line, step = tl.arange(0, BLOCK_K), stride_wn, stride_wi
     s = pair % (K + S)
     weight = tl.load(top_k_weights + pair // (K + S) * K + s, mask=real & (s < K), other=1.0)
-    if S > 0: line = tl.where(e < E, stride_wn, S * I)
-    w_ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I) + (n.to(tl.int64) * line)[:, None] + (k * stride_wi)[None, :]
+    if S > 0: line, step = tl.where(e < E, stride_wn, S * I), tl.where(e < E, stride_wi, 1)
+    w_ptr = w + _expert_offset(e, E, S, stride_we, shared_offset, I) + (n.to(tl.int64) * line)[:, None] + (k * step)[None, :]
     h_ptr = h + pair[None, :] * I + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK), tl.float32)
     for k0 in tl.range(0, I, BLOCK_K, num_stages=STAGES):
+        far = tl.cast(k0, tl.int64) * step
         if I % BLOCK_K == 0 and H % BLOCK_N == 0:
-            b = tl.load(w_ptr + k0 * stride_wi, eviction_policy="evict_first")
+            b = tl.load(w_ptr + far, eviction_policy="evict_first")
             a = tl.load(h_ptr + k0, mask=real[None, :], other=0.0)
         else:
-            b = tl.load(w_ptr + k0 * stride_wi, mask=(n[:, None] < H) & (k[None, :] < I - k0), other=0.0)
+            b = tl.load(w_ptr + far, mask=(n[:, None] < H) & (k[None, :] < I - k0), other=0.0)
             a = tl.load(h_ptr + k0, mask=real[None, :] & (k[:, None] < I - k0), other=0.0)
         acc = tl.dot(b, a, acc, input_precision="ieee")
     acc *= weight[None, :]
