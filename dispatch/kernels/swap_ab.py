@@ -177,7 +177,7 @@ def _sum_rows_kernel(y, index, out, stride_ot, stride_oh, E: tl.constexpr, K: tl
         acc += tl.load(y + p * H + n, mask=(n < H) & (e >= 0), other=0.0).to(tl.float32)
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/15_swap_ab.ipynb #b556f70e
+# %% ../../nbs/kernels/15_swap_ab.ipynb #45f1eeb1
 @dataclass(frozen=True)
 class Product:
     "How one of the two products is cut."
@@ -214,6 +214,7 @@ def swap_config(
     if element_bytes == 4: return SwapConfig(16, 32, find, Product(32, 32, 4, 2, 2), Product(32, 32, 4, 2, 2), pdl)
     if capability[0] == 8 and capability != (8, 0):  # 99 KB of shared memory
         return SwapConfig(16, 64, find, Product(64, 64, 4, 3, 2), Product(64, 64, 4, 4, 3), pdl)
+    if rows <= 0.5: return SwapConfig(16, one_tile, find, Product(64, 128, 4, 3, 2), Product(128, 128, 4, 3, 2), pdl)
     if rows <= 1: return SwapConfig(16, one_tile, find, Product(64, 128, 4, 3, 2), Product(64, 128, 4, 3, 2), pdl)
     if rows <= 8: return SwapConfig(16, one_tile, find, Product(64, 128, 4, 3, 2), Product(64, 128, 4, 4, 3), pdl)
     if rows <= 16: return SwapConfig(16, 64, find, Product(64, 64, 4, 3, 3), Product(64, 128, 4, 4, 3), pdl)
