@@ -72,7 +72,7 @@ def test_the_liar_gets_no_row(sets: list) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="accepted are 'reference', 'naive', 'gemv', 'swap_ab'"): dispatch_contestant("fastest")
+    with pytest.raises(ValueError, match="accepted are 'reference', 'naive', 'grouped', 'gemv', 'swap_ab'"): dispatch_contestant("fastest")
 
 
 def logged(run: Run, who: str, mode: str, medians: list[float], rel_err: float = 0.003, **more) -> None:

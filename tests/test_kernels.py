@@ -186,7 +186,7 @@ def bad_inputs() -> dict[str, tuple[dict, type[Exception], str]]:
         "shared device": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.to("meta")), ValueError, "shared_down_proj is on meta"),
         "shared list": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.tolist()), TypeError, "shared_down_proj is a list"),
         "shared gradients": (dict(shared_gate_up_proj=sg, shared_down_proj=sd.clone().requires_grad_()), RuntimeError, r"torch\.no_grad"),
-        "backend": (dict(backend="fastest"), ValueError, "backend is 'fastest'; accepted are 'auto', 'reference', 'naive', 'gemv', 'swap_ab'"),
+        "backend": (dict(backend="fastest"), ValueError, "backend is 'fastest'; accepted are 'auto', 'reference', 'naive', 'grouped', 'gemv', 'swap_ab'"),
     }
 
 

@@ -20,12 +20,13 @@ class Kernel(triton.runtime.JITFunction):
         return run
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_COMPILED", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 42, raising=False)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_the_second_call_of_a_kind_goes_the_short_way() -> None:
     kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4)
     launch(kernel, "key", 3, (x,), (5, True), num_warps=4)
@@ -38,6 +39,7 @@ def test_the_second_call_of_a_kind_goes_the_short_way() -> None:
     assert (len(kernel.long), len(other.long), len(kernel.short)) == (2, 1, 1)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_profilers_hook_sees_every_launch() -> None:
     kernel, x, hook = Kernel(), torch.zeros(4), lambda *a: None
     hooks = triton.knobs.runtime.launch_enter_hook

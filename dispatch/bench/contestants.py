@@ -60,7 +60,7 @@ def installed(
         raise MissingPackage(f"{contestant} needs the package {package}, which {sys.executable} does not have; install it, or name an "
                              f"interpreter or a folder of packages that has it: --python {contestant}=PATH") from None
 
-# %% ../../nbs/bench/70_contestants.ipynb #522905ea
+# %% ../../nbs/bench/70_contestants.ipynb #f844c587
 def dispatch_contestant(
     backend: str = "auto",  # or a name in BACKENDS
 ) -> Contestant:
@@ -71,7 +71,7 @@ def dispatch_contestant(
     def config(shape: MoEShape, tokens: int, element_bytes: int) -> Config:
         found, device = backend, "cuda" if torch.cuda.is_available() else "cpu"
         if backend == "auto": found = choose_backend(shape, tokens, torch.float32 if element_bytes == 4 else torch.bfloat16, device).backend
-        if found == "naive": return {"backend": found, **asdict(naive_config(tokens * shape.top_k, shape.experts, element_bytes))}
+        if found in ("naive", "grouped"): return {"backend": found, **asdict(naive_config(tokens * shape.top_k, shape.experts, element_bytes))}
         capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
         swap = asdict(swap_config(tokens, shape.top_k, shape.experts, element_bytes, capability))
         return {"backend": found, **(swap if found == "swap_ab" else {})}
