@@ -52,14 +52,15 @@ def svg(
     plt.close(fig)
     return SVG(buffer.getvalue())
 
-# %% ../../nbs/core/03_plots.ipynb #253c4eb6
+# %% ../../nbs/core/03_plots.ipynb #ba3bccbd
 def over_tokens(
     frame: pd.DataFrame,  # columns tokens, distribution, contestant, mode, and `y`
     y: str,  # the column to show
     ylabel: str,  # with its unit
     title: str,
     floor: str | None = None,  # a column drawn as the floor
-    ceiling: float | None = None,  # a level drawn as the ceiling, in y's unit
+    ceiling: float | None = None,  # a level drawn across, in y's unit
+    level: str = "ceiling",  # what that level is called
     caption: str = "",  # the run's id
     log: bool = True,  # logarithmic y
 ) -> SVG:
@@ -70,7 +71,7 @@ def over_tokens(
         fig, axes = plt.subplots(1, len(panels), figsize=(4.9 * len(panels), 3.7), sharey=True, squeeze=False, layout="constrained")
         for ax, panel in zip(axes[0], panels, strict=True):
             _panel(ax, frame[frame.distribution == panel], y, floor)
-            if ceiling: ax.axhline(ceiling, color="0.45", ls=":", lw=1.5, label="ceiling")
+            if ceiling: ax.axhline(ceiling, color="0.45", ls=":", lw=1.5, label=level)
             ax.set_title(panel, fontsize="medium")
             if log: ax.set_yscale("log")
         axes[0][0].set_ylabel(ylabel)
@@ -95,7 +96,7 @@ def _panel(ax: Axes, frame: pd.DataFrame, y: str, floor: str | None) -> None:
     ax.minorticks_off()
     ax.set_xlabel("tokens in the call")
 
-# %% ../../nbs/core/03_plots.ipynb #f5464b97
+# %% ../../nbs/core/03_plots.ipynb #6c225a16
 def bars(
     frame: pd.DataFrame,  # columns `what`, `value` and `panel`, rows in the order to show
     what: str,  # the column that names a bar
@@ -119,7 +120,7 @@ def bars(
             for y, v in zip(places, some[value], strict=True): ax.text(v, y, f" {v:,.0f}", va="center", fontsize="x-small")
             if floor: ax.axvline(some[floor].iloc[0], color="0.45", ls=":", lw=1.5)
             ax.set_xlim(0, some[value].max() * 1.2)
-            ax.set_title(f"{p} {panel}", fontsize="medium")
+            ax.set_title(f"{panel}: {p}", fontsize="medium")
         axes[0][0].set_yticks(range(len(names)), names)
         axes[0][0].invert_yaxis()
         fig.supxlabel(xlabel, fontsize="medium")
