@@ -301,3 +301,14 @@ def test_a_race_on_the_gpu(name: str) -> None:
     [result] = race([name, "stock"], [(shape, 16, "uniform")], ceilings=Ceilings(4e12, 7e14), repeats=2, samples=2, progress=False)
     assert not result.out
     assert [(r["contestant"], r["mode"]) for r in result.rows if r["contestant"] != "stock"] == [(name, "graph"), (name, "eager")]
+
+
+def test_nobody_runs_twice() -> None:
+    with pytest.raises(ValueError, match="each can run once"): next(race(["stock", "stock"], [(TINY, 1, "uniform")], device="cpu"))
+
+
+def test_what_is_no_python_is_told() -> None:
+    from dispatch.bench.race import has_package
+    with pytest.raises(FileNotFoundError, match="is no Python"): has_package("torch", "/bin/true")
+    assert has_package("torch")
+    assert not has_package("no_such_package")

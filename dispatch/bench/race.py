@@ -290,7 +290,7 @@ def serve(
     with torch.no_grad():
         for line in requests: say(worker.answer(json.loads(line)))
 
-# %% ../../nbs/bench/71_race.ipynb #76913c18
+# %% ../../nbs/bench/71_race.ipynb #b9f9070b
 class Left(RuntimeError):
     "A worker is gone: it died, hung or never started."
 
@@ -314,8 +314,10 @@ def has_package(
     "Whether an interpreter finds a package, without importing it."
     executable, folders = python_for(python)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    return subprocess.run([executable, "-P", "-c", look, package], env=env, capture_output=True).returncode == 0
+    look = "import importlib.util, sys; print('dispatch:', importlib.util.find_spec(sys.argv[1]) is not None)"
+    found = subprocess.run([executable, "-P", "-c", look, package], env=env, capture_output=True, text=True, errors="replace").stdout
+    if "dispatch:" not in found: raise FileNotFoundError(f"{python} is no Python: it doesn't run a line of it")
+    return "dispatch: True" in found
 
 
 def python_of(
@@ -383,7 +385,7 @@ class Racer:
         self.errors.close()
         self.home.cleanup()
 
-# %% ../../nbs/bench/71_race.ipynb #6ba52efe
+# %% ../../nbs/bench/71_race.ipynb #089d2ad5
 class Result(NamedTuple):
     "One cell of a race."
     rows: list[dict[str, Any]]  # of kernels.jsonl
@@ -406,6 +408,7 @@ def race(
     progress: bool = True,  # show a bar
 ) -> Generator[Result, None, None]:
     "Race contestants, each in its own process, over the cells; each cell's result comes as soon as it is measured."
+    if len(set(contestants)) < len(contestants): raise ValueError(f"contestants are {', '.join(contestants)}; each can run once")
     if repeats < 1 or samples < 1: raise ValueError(f"repeats is {repeats} and samples {samples}; accepted are 1 and more")
     if bad := [m for m in modes if m not in SAMPLERS]: raise ValueError(f"mode {bad[0]!r}; accepted are 'graph' and 'eager'")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -113,7 +113,7 @@ def choose_backend(
         capability, gpu = capability or found[0], gpu or found[1]
     return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu)
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #b703c0f3
+# %% ../../nbs/kernels/19_fused_moe.ipynb #aecdd65c
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -176,6 +176,7 @@ def fused_moe(
     if torch.compiler.is_compiling():
         y: torch.Tensor = _fused_moe_op(*args, shared_gate_up_proj, shared_down_proj, skip_invalid, backend)
         if out is None: return y
-        if out.shape != y.shape or out.dtype != y.dtype: raise ValueError(f"out is {out.dtype} {out.shape}; accepted is {y.dtype} {y.shape}")
+        if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
+            raise ValueError(f"out is {out.dtype} {out.shape} on {out.device}; accepted is {y.dtype} {y.shape} on {y.device}")
         return out.copy_(y)
     return _fused_moe(*args, out, shared_gate_up_proj, shared_down_proj, skip_invalid, backend)

@@ -51,7 +51,7 @@ def _find_pairs(index, pairs, order, e, row, rows, E: tl.constexpr, K: tl.conste
         pair = tl.sum(tl.where(rank[None, :] == r[:, None], p[None, :], 0), 1)
     return pair.to(tl.int64), r < rows
 
-# %% ../../nbs/kernels/15_swap_ab.ipynb #c5e24503
+# %% ../../nbs/kernels/15_swap_ab.ipynb #b82b644b
 @triton.jit
 def _gate_up_tile(
     x, w, h, pair, real, e, n, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset,
@@ -71,12 +71,12 @@ def _gate_up_tile(
         if I % BLOCK_N == 0 and H % BLOCK_K == 0:
             g = tl.load(g_ptr + far, eviction_policy="evict_first")
             u = tl.load(g_ptr + up_offset + far, eviction_policy="evict_first")
-            a = tl.load(x_ptr + k0 * stride_xh, mask=real[None, :], other=0.0)
+            a = tl.load(x_ptr + tl.cast(k0, tl.int64) * stride_xh, mask=real[None, :], other=0.0)
         else:
             inside = (n[:, None] < I) & (k[None, :] < H - k0)
             g = tl.load(g_ptr + far, mask=inside, other=0.0)
             u = tl.load(g_ptr + up_offset + far, mask=inside, other=0.0)
-            a = tl.load(x_ptr + k0 * stride_xh, mask=real[None, :] & (k[:, None] < H - k0), other=0.0)
+            a = tl.load(x_ptr + tl.cast(k0, tl.int64) * stride_xh, mask=real[None, :] & (k[:, None] < H - k0), other=0.0)
         gate = tl.dot(g, a, gate, input_precision="ieee")
         up = tl.dot(u, a, up, input_precision="ieee")
     y = gate * tl.sigmoid(gate) * up
