@@ -73,7 +73,7 @@ def verdicts(
                           over_vllm=vllm["median_us"] / ours[0]["median_us"], over_vllm_error=ours[0]["rel_err"] / vllm["rel_err"]))
     return pd.DataFrame(found)
 
-# %% ../../nbs/bench/79_headlines.ipynb #47fa761a
+# %% ../../nbs/bench/79_headlines.ipynb #1bfc0379
 def race_table(
     frame: pd.DataFrame,  # of race_rows
     distribution: str = "uniform",
@@ -93,6 +93,8 @@ def race_table(
             table["over floor"] = ours.over_floor
             table["GB/s"] = ours.gb_s
         found = verdicts(frame)
+        if mode == "eager" and "repeat_medians" in ours:
+            table["repeats"] = [f"{min(m):.0f}–{max(m):.0f}" if isinstance(m, list) else "–" for m in ours.repeat_medians.reindex(table.index)]
         if len(found): table["best other"], table["dispatch is"] = (found.set_index("tokens")[c] for c in ("lead", "verdict"))
     return table.sort_index().reset_index()
 

@@ -64,7 +64,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     Backend("swap_ab", launch_swap_ab, TRITON, "grouped GEMMs with weights as rows, up to some hundred tokens; sm80 and newer"),
 )}
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #3d4e6f1b
+# %% ../../nbs/kernels/19_fused_moe.ipynb #4c9023ef
 TABLE = Path(__file__).resolve().parent.parent / "data/kernels.json" if "__file__" in globals() else Path("../../dispatch/data/kernels.json")
 
 
@@ -85,7 +85,7 @@ def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, cap
     if capability < TRITON:
         return Choice("reference", f"compute capability {capability[0]}.{capability[1]} is below the {TRITON[0]}.{TRITON[1]} that the Triton kernels need")
     for up_to, backend in _table().get((gpu, E, K, H, I), []) if element_bytes == 2 else []:
-        if tokens <= up_to: return Choice(backend, f"the fastest measured at this shape on an {gpu} up to {up_to} tokens")
+        if tokens <= up_to: return Choice(backend, f"chosen from measurements at this shape on an {gpu}, up to {up_to} tokens")
     rows = tokens * K / E
     if tokens <= 2: return Choice("gemv", "one or two tokens: matrix-vector kernels read each weight once")
     if rows <= 64: return Choice("swap_ab", f"{rows:.3g} rows an expert on average: reading the weights is what takes the time")
