@@ -247,7 +247,7 @@ def test_choice_of_backend(table) -> None:
     assert "7.5" in choose_backend(shape, 1, torch.bfloat16, "cuda", (7, 5)).why
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
         chosen = [choose_backend(shape, T, torch.bfloat16, "cuda", capability).backend for T in (0, 1, 2, 3, 682, 683, 4096)]
-        assert chosen == ["gemv", "gemv", "gemv", "swap_ab", "swap_ab", "naive", "naive"]
+        assert chosen == ["gemv", "gemv", "gemv", "swap_ab", "swap_ab", "grouped", "grouped"]
 
 
 def test_a_measured_choice_comes_first(table) -> None:
@@ -255,10 +255,10 @@ def test_a_measured_choice_comes_first(table) -> None:
     table({("GPU X", 64, 6, 2048, 1408): [(1, "naive"), (64, "gemv")]})
     def chosen(T: int, dtype: torch.dtype = torch.bfloat16, gpu: str = "GPU X", shape=shape) -> str:
         return choose_backend(shape, T, dtype, "cuda", (9, 0), gpu).backend
-    assert [chosen(T) for T in (1, 2, 64, 65, 4096)] == ["naive", "gemv", "gemv", "swap_ab", "naive"]
+    assert [chosen(T) for T in (1, 2, 64, 65, 4096)] == ["naive", "gemv", "gemv", "swap_ab", "grouped"]
     assert chosen(64, torch.float16) == "gemv"
     assert chosen(64, torch.float32) == chosen(64, gpu="GPU Y") == chosen(64, shape=SHAPES["olmoe"]) == "swap_ab"
-    assert "measured" in choose_backend(shape, 1, torch.bfloat16, "cuda", (9, 0), "GPU X").why
+    assert "measurements" in choose_backend(shape, 1, torch.bfloat16, "cuda", (9, 0), "GPU X").why
     assert choose_backend(shape, 1, torch.bfloat16, "cuda", (7, 5), "GPU X").backend == "reference"
 
 
