@@ -64,7 +64,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     Backend("swap_ab", launch_swap_ab, TRITON, "grouped GEMMs with weights as rows, up to some hundred tokens; sm80 and newer"),
 )}
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #4c9023ef
+# %% ../../nbs/kernels/19_fused_moe.ipynb #f872e8d8
 TABLE = Path(__file__).resolve().parent.parent / "data/kernels.json" if "__file__" in globals() else Path("../../dispatch/data/kernels.json")
 
 
@@ -108,10 +108,10 @@ def choose_backend(
     "The backend that serves a call of that shape on that device."
     device = torch.device(device)
     if device.type != "cuda": return Choice("reference", f"no Triton kernel runs on a {device.type}, and this one runs anywhere")
-    if capability is None or gpu is None:
-        found = _gpu(torch.cuda.current_device() if device.index is None else device.index) if capability is None else (capability, "")
-        capability, gpu = capability or found[0], gpu or found[1]
-    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu)
+    if capability is None:  # pragma: gpu
+        capability, name = _gpu(torch.cuda.current_device() if device.index is None else device.index)
+        gpu = gpu or name
+    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu or "")
 
 # %% ../../nbs/kernels/19_fused_moe.ipynb #aecdd65c
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
