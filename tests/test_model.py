@@ -533,7 +533,7 @@ def test_cached_pieces_give_the_independent_logits(tmp_path: Path) -> None:
 def test_naive_kernel_equals_an_independent_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "On a GPU the compiled kernel, else Triton's interpreter."
     naive, calls = BACKENDS["naive"], []
-    monkeypatch.setitem(BACKENDS, "naive", replace(naive, fn=lambda *a, **k: (calls.append(1), naive.fn(*a, **k))[1]))
+    monkeypatch.setitem(BACKENDS, "naive", replace(naive, launch=lambda *a: (calls.append(1), naive.launch(*a))[1]))
     config = replace(SMALL, vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
                      num_attention_heads=2, num_key_value_heads=1, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
     ours, theirs = pair(tmp_path / "c", config, "naive", DEVICE)
