@@ -1,19 +1,23 @@
 """Compile every Triton kernel of the package for the architectures it claims, without a GPU: python tests/aot.py.
 
 Run in a process of its own, without TRITON_INTERPRET. Prints one JSON line a compilation: kernel, arch, case, shared memory in
-bytes, the limit of that arch, and the matrix instructions found in the PTX.
+bytes, the limit of that arch, the matrix instructions found in the PTX, and for kernels written to the registers' limit what they spill.
 """
 import importlib
 import json
 import pkgutil
 import re
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 import dispatch
 from dispatch.kernels.gemv import _piece
@@ -95,16 +99,39 @@ def gemv_cases(arch: int, down: bool):
 
 
 def sort_cases(arch: int):
-    tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows"), "*i32!")  # pieces of one tensor
+    tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows", "position", "count"), "*i32!")  # pieces of one tensor
     for index, E, S, chunk in (("i64", 64, 2, 4096), ("i32", 256, 0, 128)):
-        meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, PDL=arch >= 90)
-        yield f"{index}, E={E}", dict(index=f"*{index}") | tables, meta, (8, 3)
+        for pad in (1, 64):
+            meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, PAD=pad, PDL=arch >= 90)
+            yield f"{index}, E={E}, pad {pad}", dict(index=f"*{index}") | tables, meta, (8, 3)
 
 
 def sum_rows_cases(arch: int):
     for name, dtype, (E, K, S, H, _), index, types in variants(arch):
         meta = dict(E=E, K=K, S=S, H=H, BLOCK=1024, PDL=arch >= 90)
         yield f"{dtype}, {name}", types | dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}"), meta, (4, 3)
+
+
+def described(dtype: str, block: list[int]) -> str:
+    "The type of a copy engine's descriptor, whose rows fill their swizzle."
+    return f"tensordesc<{dtype}{block},{NVMMASharedLayout(2 * block[-1], 16, len(block))!r}>"
+
+
+def hopper_cases(down: bool):
+    "Both sizes of tile, with and without shared experts."
+    tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
+    for dtype, (E, K, S, H, I) in (("bf16", (64, 6, 0, 2048, 1408)), ("fp16", (60, 4, 2, 2048, 1408)), ("bf16", (8, 2, 0, 4096, 14336))):
+        rows, w = described(dtype, [64, 64]), described(dtype, [1, 64, 64] if down else [1, 4, 2, 8, 64])
+        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows)
+        for big in (128, 256):
+            meta = dict(E=E, S=S, H=H, I=I, BIG=big, STAGES=4, PDL=True) | ({} if down else dict(SLOTS=K + S))
+            yield f"{dtype}, E={E}, S={S}, tiles of {big}", types, meta, (4, 3)
+
+
+def combine_cases(arch: int):
+    for name, dtype, (E, K, S, H, _), index, types in variants(arch):
+        pointers = dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}", position="*i32!", top_k_weights="*fp32")
+        yield f"{dtype}, {name}", types | pointers, dict(E=E, K=K, S=S, H=H, BLOCK_N=2048, PDL=arch >= 90), (8, 3)
 
 
 # kernel → (architectures it claims, its cases there); an argument that a case doesn't type is a 64-bit stride or a 32-bit size
@@ -118,6 +145,9 @@ KERNELS = {
     "_swap_gate_up_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=False)),
     "_swap_down_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=True)),
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
+    "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
+    "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
+    "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }
 
@@ -138,9 +168,21 @@ def compile_case(fn, arch: int, types: dict, meta: dict, launch: tuple[int, int]
         kind = types.get(name, "i64" if name.startswith("stride") else "i32")
         if kind.startswith("constexpr:"): constants[name] = int(kind.split(":")[1])
         signature[name] = "constexpr" if name in constants else kind.removesuffix("!")
+        if kind.startswith("tensordesc"): continue
         if not kind.endswith("!") and name not in constants and (kind.startswith(("*", "i64")) or name in ("H", "I")): attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=launch[0], num_stages=launch[1]))
+    options = dict(num_warps=launch[0], num_stages=launch[1])
+    if isinstance(fn, GluonJITFunction): source, options = GluonASTSource(fn, signature, constants, attrs), dict(num_warps=launch[0], maxnreg=168)
+    else: source = ASTSource(fn, signature, constants, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def spilled(cubin: bytes) -> int:
+    "Bytes of a thread's stack and local memory, by cuobjdump."
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"\b(?:STACK|LOCAL):(\d+)", report))
 
 
 def compile_one(job: tuple[str, int, int]) -> str:
@@ -149,7 +191,8 @@ def compile_one(job: tuple[str, int, int]) -> str:
     case, types, meta, launch = list(KERNELS[name][1](arch))[i]
     done = compile_case(kernels_of_the_package()[name], arch, types, meta, launch)
     mma = sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)", done.asm["ptx"])))
-    return json.dumps(dict(kernel=name, arch=arch, case=case, shared=done.metadata.shared, limit=SHARED_LIMIT[arch], mma=mma))
+    spills = spilled(done.asm["cubin"]) if name.startswith("_hopper") else None
+    return json.dumps(dict(kernel=name, arch=arch, case=case, shared=done.metadata.shared, limit=SHARED_LIMIT[arch], mma=mma, spilled=spills))
 
 
 def main() -> None:

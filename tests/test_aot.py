@@ -39,3 +39,9 @@ def test_hopper_kernels_use_wgmma(compiled: list[dict]) -> None:
     rows = [row for row in compiled if row["kernel"].startswith("_swap") and row["arch"] == 90 and row["case"].startswith("bf16")]
     assert len(rows) > 8
     for row in rows: assert row["mma"] == ["wgmma.mma_async"], row
+
+
+def test_gluon_kernels_use_wgmma_and_spill_nothing(compiled: list[dict]) -> None:
+    rows = [row for row in compiled if row["kernel"].startswith("_hopper")]
+    assert len(rows) == 12
+    for row in rows: assert (row["mma"], row["spilled"]) == (["wgmma.mma_async"], 0), row

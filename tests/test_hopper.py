@@ -1,0 +1,179 @@
+"""The Gluon kernels of kernels/17_hopper: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
+from __future__ import annotations
+
+import re
+import types
+from typing import Any
+
+import pytest
+import torch
+from gluon_sim import Deadlock, simulate
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from dispatch.core.timing import Disagreement, check_agreement
+from dispatch.kernels import hopper
+from dispatch.kernels.hopper import hopper_moe
+from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
+
+CASES: dict[str, dict[str, Any]] = {
+    "one token": dict(T=1, E=8, K=2, H=64, I=64),
+    "every size of tile": dict(T=330, E=6, K=3, H=128, I=192, distribution="zipf:1.2"),
+    "one expert has all, in tiles of 256": dict(T=600, E=3, K=1, H=192, I=64, distribution="all-to-one"),
+    "columns and steps that don't fill a tile": dict(T=70, E=2, K=2, H=320, I=320),
+    "more programs than work": dict(T=3, E=64, K=1, H=64, I=64),
+}
+
+
+def shared_experts(H: int, I: int, S: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate_up, down = (w[0] for w in random_experts(1, H, S * I, like.dtype, like.device, seed=5))
+    return dict(shared_gate_up_proj=gate_up, shared_down_proj=down)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    "`hopper_moe` on a CPU that passes for an H200 with five multiprocessors. The list gets each launch's bytes of shared memory."
+    used: list[int] = []
+    def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], **options: Any) -> None:
+        if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, hopper, programs, *tensors, *rest, seed=len(used)))
+        else: kernel[(programs,)](*tensors, *rest)
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 5)
+    return used
+
+
+@pytest.mark.parametrize("big", [128, 256])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], big: int, simulated: list[int]) -> None:
+    args = example_inputs(**case, dtype=torch.float16)
+    check_agreement(hopper_moe(*args, big=big), reference_moe(*args), "simulated")
+    assert len(simulated) == 2
+    assert max(simulated) < 232448 - 1024, "a block's shared memory on sm90, less what the launch itself takes and the barriers"
+
+
+def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[int]) -> None:
+    x, gate_up, down, weights, index = example_inputs(T=140, E=5, K=2, H=128, I=64, dtype=torch.float16)
+    index[3, 1], index[77, 0] = -1, 5
+    x = torch.cat([x, x.flip(1)], dim=1)[:, 128:]
+    gate_up, down = torch.cat([gate_up, gate_up], dim=2)[:, :, :128], torch.cat([down, down])[::2]
+    shared = shared_experts(128, 64, 2, x)
+    want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
+    out = torch.empty(128, 140, dtype=x.dtype).t()
+    got = hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared)
+    assert got is out
+    check_agreement(got, want, "simulated, shared")
+    assert torch.equal(got, hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared))
+
+
+def broken(replacements: dict[str, str]) -> Any:
+    "The module with a fault in one of its Gluon functions."
+    import inspect
+    module = types.ModuleType("broken")
+    vars(module).update(vars(hopper))
+    for name, f in vars(hopper).items():
+        if not isinstance(f, GluonJITFunction): continue
+        source = inspect.getsource(f.fn)
+        for old, new in replacements.items(): source = source.replace(old, new)
+        source = re.sub(r"^@gluon.jit\n", "", source)
+        exec(compile(source, "broken", "exec"), vars(module))
+        plain = vars(module)[name]
+        vars(module)[name] = GluonJITFunction.__new__(GluonJITFunction)
+        vars(module)[name].__dict__["fn"] = plain
+    return module
+
+
+@pytest.mark.parametrize("fault", [
+    {"_wait(2, deps=(acc0": "_wait(4, deps=(acc0", "_wait(1, ": "_wait(2, "},  # a stage is handed back while it is being multiplied
+    {"it // STAGES & 1 ^ 1": "it // STAGES & 1"},  # the producer waits for the wrong phase
+    {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"},  # nobody waits for the copies
+    {"    tma.store_wait(0)\n    stage.slice": "    stage.slice"},  # a stage is overwritten while it is being stored
+    {"count=1 + 128": "count=128"},
+], ids=["early release", "wrong phase", "no wait", "overwritten store", "wrong count"])
+def test_the_simulator_notices(fault: dict[str, str], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
+    monkeypatch.setattr("gluon_sim.PATIENCE_S", 0.5)
+    module = broken(fault)
+    monkeypatch.setattr(hopper, "launch", lambda kernel, key, programs, tensors, rest, **options: (
+        simulate(getattr(module, kernel.fn.__name__), module, programs, *tensors, *rest) if isinstance(kernel, GluonJITFunction)
+        else kernel[(programs,)](*tensors, *rest)))
+    args = example_inputs(T=330, E=2, K=1, H=640, I=384, dtype=torch.float16)
+    want = reference_moe(*args)
+    with pytest.raises((Deadlock, Disagreement, AssertionError)):
+        check_agreement(hopper_moe(*args, big=256), want, "broken")
+
+
+def test_a_cpu_is_refused() -> None:
+    args = example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match=r"need a GPU of compute capability 9\.0 .* the tensors are on cpu"): hopper_moe(*args)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(H=96), "H is 96 and I is 64; accepted are multiples of 64"),
+    (dict(I=72), "H is 64 and I is 72; accepted are multiples of 64"),
+    (dict(dtype=torch.float32), "the tensors are torch.float32; accepted are bfloat16 and float16"),
+])
+def test_what_the_copy_engine_cannot_read_is_refused(changes: dict[str, Any], message: str, simulated: list[int]) -> None:
+    args = example_inputs(**dict(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16) | changes)
+    with pytest.raises(ValueError, match=re.escape(message)): hopper_moe(*args)
+
+
+def test_strides_the_copy_engine_cannot_read_are_refused(simulated: list[int]) -> None:
+    x, *rest = example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16)
+    for bad in (x.t().contiguous().t(), torch.cat([x, x[:, :4]], dim=1)[:, :64], torch.cat([x[:, :8], x], dim=1)[:, 1:65]):
+        with pytest.raises(ValueError, match="hidden_states has strides"): hopper_moe(bad, *rest)
+
+# ---------------------------------------------------------------- on a GPU
+
+GPU_CASES: dict[str, dict[str, Any]] = CASES | {
+    "deepseek, few tokens": dict(T=7, E=64, K=6, H=2048, I=1408),
+    "deepseek, every size of tile": dict(T=2048, E=64, K=6, H=2048, I=1408, distribution="zipf:1.2"),
+    "mixtral": dict(T=1000, E=8, K=2, H=4096, I=14336),
+    "qwen1.5": dict(T=777, E=60, K=4, H=2048, I=1408),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("big", [128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype, big: int) -> None:
+    args = example_inputs(**case, dtype=dtype, device="cuda")
+    got = hopper_moe(*args, big=big)
+    check_agreement(got, reference_moe(*args), "hopper")
+    assert torch.equal(got, hopper_moe(*args[:4], args[4].int(), big=big))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("big", [128, 256])
+def test_gpu_shared_experts_strides_and_nobodys_indices(big: int) -> None:
+    x, gate_up, down, weights, index = example_inputs(T=900, E=20, K=4, H=512, I=320, dtype=torch.bfloat16, device="cuda")
+    index[3, 1], index[77, 0] = -1, 20
+    x = torch.cat([x, x.flip(1)], dim=1)[:, 512:]
+    gate_up, down = torch.cat([gate_up, gate_up], dim=2)[:, :, :512], torch.cat([down, down])[::2]
+    shared = shared_experts(512, 320, 2, x)
+    want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
+    out = torch.empty(512, 900, dtype=x.dtype, device="cuda").t()
+    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, big=big, **shared) is out
+    check_agreement(out, want, "hopper, shared")
+
+
+@pytest.mark.gpu
+def test_gpu_captured_in_a_graph_it_follows_its_inputs() -> None:
+    args = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda")
+    hopper_moe(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = hopper_moe(*args)
+    for seed in range(3):
+        fresh = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda", seed=seed, distribution="zipf:1.2")
+        for a, b in zip(args, fresh, strict=True): a.copy_(b)
+        graph.replay()
+        check_agreement(out, reference_moe(*args), "hopper in a graph")
+
+
+@pytest.mark.gpu
+def test_gpu_offsets_past_two_gigaelements() -> None:
+    E, H, I = 200, 4096, 1408  # 2·I·H·E elements of gate and up are 2.3e9
+    args = example_inputs(T=64, E=E, K=2, H=H, I=I, dtype=torch.bfloat16, device="cuda")
+    args[4][:, 0] = E - 1
+    args[4][:, 1] = torch.arange(64, device="cuda") % (E - 1)
+    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper, far weights")
