@@ -22,6 +22,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import dispatch
 from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
+from dispatch.kernels.hopper import SIZES
 from dispatch.kernels.swap_ab import swap_config
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a block can opt in to, CUDA C++ programming guide
@@ -124,7 +125,7 @@ def hopper_cases(down: bool):
         rows, w = described(dtype, [64, 64]), described(dtype, [1, 64, 64] if down else [1, 4, 2, 8, 64])
         types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows)
         for big in (128, 256):
-            meta = dict(E=E, S=S, H=H, I=I, BIG=big, STAGES=4, PDL=True) | ({} if down else dict(SLOTS=K + S))
+            meta = dict(E=E, S=S, H=H, I=I, SIZES=SIZES[big], STAGES=4, PDL=True) | ({} if down else dict(SLOTS=K + S))
             yield f"{dtype}, E={E}, S={S}, tiles of {big}", types, meta, (4, 3)
 
 

@@ -206,7 +206,7 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 def _language(real: Any) -> Any:
     "Gluon's names that a kernel uses."
     return types.SimpleNamespace(
-        constexpr=Any, int64=torch.int64, float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
+        constexpr=lambda value: value, int64=torch.int64, float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
         program_id=lambda axis: here.block.program, num_programs=lambda axis: here.block.programs,

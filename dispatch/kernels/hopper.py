@@ -30,57 +30,52 @@ from .reference import Sizes, check_inputs
 from .sort import _expert_of, sort_padded, uses_pdl
 
 # %% auto #0
-__all__ = ['hopper_refuses', 'launch_hopper', 'hopper_moe']
+__all__ = ['SIZES', 'hopper_refuses', 'launch_hopper', 'hopper_moe']
 
-# %% ../../nbs/kernels/17_hopper.ipynb #de347a66
+# %% ../../nbs/kernels/17_hopper.ipynb #b4c5e001
+@gluon.constexpr_function
+def _parts(block: int, blocks: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    "The products of a tile: block of weights, first token, and how many tokens, a power of two; the largest first."
+    powers = [p for p in (256, 128, 64, 32) if width & p]
+    return tuple((b, sum(powers[:i]), p) for b in range(block, block + blocks) for i, p in enumerate(powers))
+
+
 @gluon.jit
 def _accumulator(N: gl.constexpr):
     return gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
 
 
 @gluon.jit
-def _product(a_bufs, b_bufs, ready, empty, it, A: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
-    "[64, N]: block A of the weights times N tokens, over STEPS stages."
+def _products(a_bufs, b_bufs, ready, empty, it, PARTS: gl.constexpr, STEPS: gl.constexpr):
+    "For each part [64, N] float32: 64 rows of weights times N tokens, over STEPS stages."
     STAGES: gl.constexpr = b_bufs.shape[0]
     BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
-    acc = _accumulator(N)
+    accs = ()
+    for p in gl.static_range(len(PARTS)):
+        accs += (_accumulator(gl.constexpr(PARTS[p][2])),)  # type: ignore[assignment]
     for s in range(STEPS):
         i = it % STAGES
         mbarrier.wait(ready.index(i), it // STAGES & 1)
-        acc = warpgroup_mma(a_bufs.index(BLOCKS * i + A).reshape([64, 64]), b_bufs.index(i).slice(0, N).permute((1, 0)), acc,
-                            use_acc=s > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        more = ()
+        for p in gl.static_range(len(PARTS)):
+            a = a_bufs.index(BLOCKS * i + PARTS[p][0]).reshape([64, 64])
+            b = b_bufs.index(i).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0))
+            more += (warpgroup_mma(a, b, accs[p], use_acc=s > 0, is_async=True),)  # type: ignore[assignment]
+        accs = _finished(more, len(PARTS))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=s > 0)
         it += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    accs = _finished(accs, 0)
     mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    return acc
+    return accs
 
 
 @gluon.jit
-def _two_products(
-    a_bufs, b_bufs, ready, empty, it, A0: gl.constexpr, A1: gl.constexpr, N0: gl.constexpr, FIRST1: gl.constexpr, N1: gl.constexpr,
-    STEPS: gl.constexpr,
-):
-    "Block A0 of the weights times the first N0 tokens, and block A1 times N1 tokens from FIRST1 on."
-    STAGES: gl.constexpr = b_bufs.shape[0]
-    BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
-    acc0, acc1 = _accumulator(N0), _accumulator(N1)
-    for s in range(STEPS):
-        i = it % STAGES
-        mbarrier.wait(ready.index(i), it // STAGES & 1)
-        acc0 = warpgroup_mma(a_bufs.index(BLOCKS * i + A0).reshape([64, 64]), b_bufs.index(i).slice(0, N0).permute((1, 0)), acc0,
-                             use_acc=s > 0, is_async=True)
-        acc1 = warpgroup_mma(a_bufs.index(BLOCKS * i + A1).reshape([64, 64]), b_bufs.index(i).slice(FIRST1, N1).permute((1, 0)), acc1,
-                             use_acc=s > 0, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(2, deps=(acc0, acc1))
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=s > 0)
-        it += 1
-    acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
-    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    return acc0, acc1
+def _finished(accs, UNDER_WAY: gl.constexpr):
+    "The products, when all but the last few have finished."
+    if len(accs) == 1: return (warpgroup_mma_wait(UNDER_WAY, deps=accs),)
+    else: return warpgroup_mma_wait(UNDER_WAY, deps=accs)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #4365cbd1
+# %% ../../nbs/kernels/17_hopper.ipynb #6151653e
 @gluon.jit
 def _item(tile_expert, tile_row, tile_rows, item, items, COLUMNS: gl.constexpr):
     "The expert, first row and number of rows of the tile that a work item belongs to."
@@ -92,7 +87,7 @@ def _item(tile_expert, tile_row, tile_rows, item, items, COLUMNS: gl.constexpr):
 @gluon.jit
 def _send(stage, desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
     "Store those blocks of 64 rows, from FIRST on, that hold any of the `rows`; `stage` begins with the block at FIRST."
-    for j in gl.static_range(N // 64):
+    for j in gl.static_range((N + 63) // 64):
         if rows > FIRST + 64 * j:
             tma.async_copy_shared_to_global(desc, [row + FIRST + 64 * j, column], stage.slice(64 * j, 64))
 
@@ -103,59 +98,39 @@ def _swiglu(acc, N: gl.constexpr, dtype: gl.constexpr):
     gate, up = acc.reshape(4, 2, 8, N).permute(0, 2, 3, 1).split()
     return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).to(dtype).reshape(32, N)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #29a1bdb5
+# %% ../../nbs/kernels/17_hopper.ipynb #d94e994d
 @gluon.jit
 def _gate_up_tile(
     a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
 ):
     "One warp group's columns of h for a tile of at most N rows."
-    WIDE: gl.constexpr = stages.shape[0] == 4
-    FIRST: gl.constexpr = WG * 2 if WIDE else WG
-    if WIDE:
-        acc0, acc1 = _two_products(a_bufs, b_bufs, ready, empty, it, FIRST, FIRST + 1, N, 0, N, STEPS)
-        y, z = _swiglu(acc0, N, h_desc.dtype), _swiglu(acc1, N, h_desc.dtype)
-        tma.store_wait(0)
-        stages.index(FIRST).slice(0, N).permute((1, 0)).store(y)
-        stages.index(FIRST + 1).slice(0, N).permute((1, 0)).store(z)
-        fence_async_shared()
-        _send(stages.index(FIRST), h_desc, row, rows, column, 0, N)
-        _send(stages.index(FIRST + 1), h_desc, row, rows, column + 32, 0, N)
-    elif N == 192:
-        acc0, acc1 = _two_products(a_bufs, b_bufs, ready, empty, it, FIRST, FIRST, 128, 128, 64, STEPS)
-        y, z = _swiglu(acc0, 128, h_desc.dtype), _swiglu(acc1, 64, h_desc.dtype)
-        tma.store_wait(0)
-        stages.index(FIRST).slice(0, 128).permute((1, 0)).store(y)
-        stages.index(FIRST).slice(128, 64).permute((1, 0)).store(z)
-        fence_async_shared()
-        _send(stages.index(FIRST), h_desc, row, rows, column, 0, N)
-    else:
-        y = _swiglu(_product(a_bufs, b_bufs, ready, empty, it, FIRST, N, STEPS), N, h_desc.dtype)
-        tma.store_wait(0)
-        stages.index(FIRST).slice(0, N).permute((1, 0)).store(y)
-        fence_async_shared()
-        _send(stages.index(FIRST), h_desc, row, rows, column, 0, N)
+    BLOCKS: gl.constexpr = stages.shape[0] // 2
+    PARTS: gl.constexpr = _parts(WG * BLOCKS, BLOCKS, N)
+    accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
+    ys = ()
+    for p in gl.static_range(len(PARTS)): ys += (_swiglu(accs[p], gl.constexpr(PARTS[p][2]), h_desc.dtype),)  # type: ignore[assignment]
+    tma.store_wait(0)
+    for p in gl.static_range(len(PARTS)):
+        stages.index(PARTS[p][0]).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0)).store(ys[p])
+    fence_async_shared()
+    for b in gl.static_range(BLOCKS): _send(stages.index(WG * BLOCKS + b), h_desc, row, rows, column + 32 * b, 0, N)
 
 
 @gluon.jit
 def _gate_up_consumer(
     a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, WG: gl.constexpr, COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr,
+    STEPS: gl.constexpr, SIZES: gl.constexpr,
 ):
     "Multiply and store, item by item; the next item's tile is looked up before this one is multiplied."
     WIDTH: gl.constexpr = stages.shape[0] * 16
-    BIG: gl.constexpr = b_bufs.shape[1]
     it = 0
     _, row, rows = _item(tile_expert, tile_row, tile_rows, gl.program_id(0), items, COLUMNS)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, next_row, next_rows = _item(tile_expert, tile_row, tile_rows, item + gl.num_programs(0), items, COLUMNS)
         column = (item % COLUMNS * 2 + WG) * WIDTH
-        if BIG == 256:
-            if rows > 192: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 256, STEPS)
-            elif rows > 128: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 192, STEPS)
-            elif rows > 64: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 128, STEPS)
-            else: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 64, STEPS)
-        elif rows > 64: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 128, STEPS)
-        else: _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, 64, STEPS)
+        for c in gl.static_range(len(SIZES)):
+            if (rows > SIZES[c - 1] if c > 0 else rows > 0) & (rows <= SIZES[c]):
+                _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, gl.constexpr(SIZES[c]), STEPS)
         it += STEPS
         row, rows = next_row, next_rows
     tma.store_wait(0)
@@ -200,12 +175,13 @@ def _gate_up_producer(
 def _hopper_gate_up_kernel(
     order, tile_expert, tile_row, tile_rows, tiles, x, stride_xt, w_desc, shared_desc, h_desc,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    BIG: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    SIZES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):
     "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H], h [rows, I]."
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    BIG: gl.constexpr = SIZES[len(SIZES) - 1]
     BLOCKS: gl.constexpr = 2 * (256 // BIG)
     COLUMNS: gl.constexpr = (I + 32 * BLOCKS - 1) // (32 * BLOCKS)
     STEPS: gl.constexpr = H // 64
@@ -219,13 +195,13 @@ def _hopper_gate_up_kernel(
         mbarrier.init(empty.index(i), count=2)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS)),
-        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS)),
+        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS, SIZES)),
+        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS, SIZES)),
         (_gate_up_producer, (a_bufs, b_bufs, ready, empty, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, items,
                              E, SLOTS, S, COLUMNS, STEPS)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/17_hopper.ipynb #20560096
+# %% ../../nbs/kernels/17_hopper.ipynb #3c3e2c7a
 @gluon.jit
 def _store_down(acc, stage, y_desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
     "[64, N] of y, by way of the stage."
@@ -240,42 +216,33 @@ def _down_tile(
     a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
 ):
     "One warp group's columns of y for a tile of at most N rows."
-    WIDE: gl.constexpr = b_bufs.shape[1] == 128
-    if WIDE:
-        acc0, acc1 = _two_products(a_bufs, b_bufs, ready, empty, it, WG * 2, WG * 2 + 1, N, 0, N, STEPS)
-        _store_down(acc0, stage, y_desc, row, rows, column, 0, N)
-        _store_down(acc1, stage, y_desc, row, rows, column + 64, 0, N)
-    elif N == 256:
-        acc0, acc1 = _product(a_bufs, b_bufs, ready, empty, it, WG, N, STEPS).reshape(64, 2, 128).permute(0, 2, 1).split()
-        _store_down(acc0, stage, y_desc, row, rows, column, 0, 128)
-        _store_down(acc1, stage, y_desc, row, rows, column, 128, 128)
-    elif N == 192:
-        acc0, acc1 = _two_products(a_bufs, b_bufs, ready, empty, it, WG, WG, 128, 128, 64, STEPS)
-        _store_down(acc0, stage, y_desc, row, rows, column, 0, 128)
-        _store_down(acc1, stage, y_desc, row, rows, column, 128, 64)
-    else:
-        _store_down(_product(a_bufs, b_bufs, ready, empty, it, WG, N, STEPS), stage, y_desc, row, rows, column, 0, N)
+    BLOCKS: gl.constexpr = 256 // b_bufs.shape[1]
+    PARTS: gl.constexpr = _parts(WG * BLOCKS, BLOCKS, N)
+    accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
+    for p in gl.static_range(len(PARTS)):
+        if PARTS[p][2] == 256:
+            first, second = accs[p].reshape(64, 2, 128).permute(0, 2, 1).split()
+            _store_down(first, stage, y_desc, row, rows, column, 0, 128)
+            _store_down(second, stage, y_desc, row, rows, column, 128, 128)
+        else:
+            beside = 64 * (PARTS[p][0] - WG * BLOCKS)
+            _store_down(accs[p], stage, y_desc, row, rows, column + beside, gl.constexpr(PARTS[p][1]), gl.constexpr(PARTS[p][2]))
 
 
 @gluon.jit
 def _down_consumer(
     a_bufs, b_bufs, ready, empty, stage, y_desc, tile_expert, tile_row, tile_rows, items, WG: gl.constexpr, COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr,
+    STEPS: gl.constexpr, SIZES: gl.constexpr,
 ):
     "Multiply and store, item by item."
-    BIG: gl.constexpr = b_bufs.shape[1]
     it = 0
     _, row, rows = _item(tile_expert, tile_row, tile_rows, gl.program_id(0), items, COLUMNS)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, next_row, next_rows = _item(tile_expert, tile_row, tile_rows, item + gl.num_programs(0), items, COLUMNS)
-        column = (item % COLUMNS * 2 + WG) * (64 * 256 // BIG)
-        if BIG == 256:
-            if rows > 192: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 256, STEPS)
-            elif rows > 128: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 192, STEPS)
-            elif rows > 64: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 128, STEPS)
-            else: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 64, STEPS)
-        elif rows > 64: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 128, STEPS)
-        else: _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, 64, STEPS)
+        column = (item % COLUMNS * 2 + WG) * (64 * 256 // b_bufs.shape[1])
+        for c in gl.static_range(len(SIZES)):
+            if (rows > SIZES[c - 1] if c > 0 else rows > 0) & (rows <= SIZES[c]):
+                _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, gl.constexpr(SIZES[c]), STEPS)
         it += STEPS
         row, rows = next_row, next_rows
     tma.store_wait(0)
@@ -312,12 +279,13 @@ def _down_producer(
 def _hopper_down_kernel(
     tile_expert, tile_row, tile_rows, tiles, w_desc, shared_desc, h_desc, y_desc,
     E: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    BIG: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    SIZES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):
     "y[row, n] = down_n·h[row] for every row of every tile; h [rows, I], y [rows, H]."
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    BIG: gl.constexpr = SIZES[len(SIZES) - 1]
     BLOCKS: gl.constexpr = 2 * (256 // BIG)
     COLUMNS: gl.constexpr = (H + 64 * BLOCKS - 1) // (64 * BLOCKS)
     STEPS: gl.constexpr = I // 64
@@ -331,8 +299,8 @@ def _hopper_down_kernel(
         mbarrier.init(empty.index(i), count=2)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(0), y_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS)),
-        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(1), y_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS)),
+        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(0), y_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS, SIZES)),
+        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(1), y_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS, SIZES)),
         (_down_producer, (a_bufs, b_bufs, ready, empty, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, items, E, S, COLUMNS, STEPS)),
     ], [4, 1], [216, 72])
 
@@ -353,7 +321,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #0dc4765c
+# %% ../../nbs/kernels/17_hopper.ipynb #eb4eb955
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -367,6 +335,9 @@ def hopper_refuses(
         if t.stride(-1) != 1 or any(s % 8 for s in t.stride()[:-1]) or t.data_ptr() % 16:
             return f"{name} has strides {t.stride()}; accepted is a last one of 1, the others multiples of 8, and an address that is a multiple of 16"
     return None
+
+
+SIZES = {128: (64, 96, 128), 256: (64, 96, 128, 160, 192, 224, 256)}  # rows of the largest tile → what its tiles are computed as
 
 
 @lru_cache
@@ -425,10 +396,10 @@ def launch_hopper(
         tables = (t.tile_expert, t.tile_row, t.tile_rows, t.tile_count)
         programs = _multiprocessors(x.get_device())
         launch(_hopper_gate_up_kernel, key, programs, (t.order, *tables, x),
-               (x.stride(0), experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, big, 4, pdl),
+               (x.stride(0), experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES[big], 4, pdl),
                num_warps=4, maxnreg=168, **dependent)
         launch(_hopper_down_kernel, key, programs, tables,
-               (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, big, 4, pdl),
+               (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, SIZES[big], 4, pdl),
                num_warps=4, maxnreg=168, **dependent)
         launch(_combine_kernel, key, T * triton.cdiv(H, 2048), (y, t.position, index, weights, out), (*out.stride(), E, K, S, H, 2048, pdl),
                num_warps=8, **dependent)
