@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared: return Shared(self.data.view(*shape), self.layout)
     def permute(self, order: Sequence[int]) -> Shared: return Shared(self.data.permute(*order), self.layout)
     def store(self, values: torch.Tensor) -> None: self.data.copy_(values)
+    def load(self, layout: Any) -> Any: return self.data.clone().as_subclass(Values)
 
 
 class Barrier:
@@ -86,6 +88,19 @@ def _load(pointer: Address, mask: Any = True, other: Any = 0) -> Any:
     if isinstance(pointer.offset, int): return int(pointer.flat[pointer.offset]) if mask else other
     inside = torch.as_tensor(mask).expand(pointer.offset.shape)
     return torch.where(inside, pointer.flat[torch.where(inside, pointer.offset, 0)], other).as_subclass(Values)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any: return torch.where(condition, a, b).as_subclass(Values)
+
+
+ATOMIC = threading.Lock()
+
+
+def _atomic_add(pointer: Address, more: int) -> int:
+    with ATOMIC:
+        old = int(pointer.flat[pointer.offset])
+        pointer.flat[pointer.offset] = old + more
+    return old
 
 
 def _copy_in(values: Callable[[], torch.Tensor], result: Shared) -> Callable[[], None]:
@@ -198,7 +213,7 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if dtype is torch.int64: return types.SimpleNamespace(index=[Barrier(here.block) for _ in range(shape[0])].__getitem__, shape=shape)
-    data = torch.full(list(shape), float("nan"), dtype=dtype)
+    data = torch.full(list(shape), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
     here.block.shared_bytes += data.numel() * data.element_size()
     return Shared(data, layout)
 
@@ -206,12 +221,13 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 def _language(real: Any) -> Any:
     "Gluon's names that a kernel uses."
     return types.SimpleNamespace(
-        constexpr=lambda value: value, int64=torch.int64, float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
+        constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, where=_where, sum=lambda values, axis: int(values.sum(axis)),
+        num_warps=lambda: here.warps, atomic_add=_atomic_add, float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
         program_id=lambda axis: here.block.program, num_programs=lambda axis: here.block.programs,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")})
+        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")})
 
 
 def _simulated(module: Any) -> dict[str, Any]:
@@ -230,13 +246,14 @@ def _simulated(module: Any) -> dict[str, Any]:
 
 
 def simulate(kernel: GluonJITFunction[Any], module: Any, programs: int, *args: Any, warps: int = 4, seed: int = 0) -> int:
-    "Run every program, one after the other; tensors are pointers. Returns the bytes of shared memory of one."
+    "Run all programs at once; tensors are pointers. Returns the bytes of shared memory of one."
     function = _simulated(module)[kernel.fn.__name__]
     def described(a: Any) -> Any:
         if isinstance(a, torch.Tensor): return Address(a.as_strided((a.untyped_storage().nbytes() // a.element_size(),), (1,), 0), a.storage_offset())
         if hasattr(a, "block_shape"): return types.SimpleNamespace(**vars(a), dtype=a.base.dtype)
         return a
-    for program in range(programs):
+    def run(program: int) -> int:
         _enter(Block(program, programs, random.Random(seed * 1000 + program)), warps)
         function(*[described(a) for a in args])
-    return here.block.shared_bytes
+        return here.block.shared_bytes
+    with ThreadPoolExecutor(programs) as pool: return max(pool.map(run, range(programs)))

@@ -75,13 +75,25 @@ def _finished(accs, UNDER_WAY: gl.constexpr):
     if len(accs) == 1: return (warpgroup_mma_wait(UNDER_WAY, deps=accs),)
     else: return warpgroup_mma_wait(UNDER_WAY, deps=accs)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #6151653e
+# %% ../../nbs/kernels/17_hopper.ipynb #775f246e
 @gluon.jit
-def _item(tile_expert, tile_row, tile_rows, item, items, COLUMNS: gl.constexpr):
-    "The expert, first row and number of rows of the tile that a work item belongs to."
-    tile, real = item // COLUMNS, item < items
-    return (gl.load(tile_expert + tile, mask=real, other=0), gl.load(tile_row + tile, mask=real, other=0),
-            gl.load(tile_rows + tile, mask=real, other=0))
+def _tell(slots, told, heard, n, column, row, rows):
+    "Say what the n-th piece of work is, when the slot of the one before the last is free again."
+    fields = gl.arange(0, 4, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    mbarrier.wait(heard.index(n % 2), n // 2 & 1 ^ 1)
+    slots.index(n % 2).store(gl.where(fields == 0, column, gl.where(fields == 1, row, rows)))
+    mbarrier.arrive(told.index(n % 2), count=1)
+
+
+@gluon.jit
+def _hear(slots, told, heard, n):
+    "The n-th piece of work: column, row, rows."
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    fields = gl.arange(0, 4, layout)
+    mbarrier.wait(told.index(n % 2), n // 2 & 1)
+    work = slots.index(n % 2).load(layout)
+    mbarrier.arrive(heard.index(n % 2), count=1)
+    return gl.sum(gl.where(fields == 0, work, 0), 0), gl.sum(gl.where(fields == 1, work, 0), 0), gl.sum(gl.where(fields == 2, work, 0), 0)
 
 
 @gluon.jit
@@ -98,7 +110,7 @@ def _swiglu(acc, N: gl.constexpr, dtype: gl.constexpr):
     gate, up = acc.reshape(4, 2, 8, N).permute(0, 2, 3, 1).split()
     return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).to(dtype).reshape(32, N)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #d94e994d
+# %% ../../nbs/kernels/17_hopper.ipynb #766e7679
 @gluon.jit
 def _gate_up_tile(
     a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
@@ -118,39 +130,39 @@ def _gate_up_tile(
 
 @gluon.jit
 def _gate_up_consumer(
-    a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, WG: gl.constexpr, COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr, SIZES: gl.constexpr,
+    a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, WG: gl.constexpr, STEPS: gl.constexpr, SIZES: gl.constexpr,
 ):
-    "Multiply and store, item by item; the next item's tile is looked up before this one is multiplied."
+    "Multiply and store, one piece of work after the other."
     WIDTH: gl.constexpr = stages.shape[0] * 16
-    it = 0
-    _, row, rows = _item(tile_expert, tile_row, tile_rows, gl.program_id(0), items, COLUMNS)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, next_row, next_rows = _item(tile_expert, tile_row, tile_rows, item + gl.num_programs(0), items, COLUMNS)
-        column = (item % COLUMNS * 2 + WG) * WIDTH
+    it, n = 0, 0
+    column, row, rows = _hear(slots, told, heard, n)
+    while rows > 0:
+        column = (column * 2 + WG) * WIDTH
         for c in gl.static_range(len(SIZES)):
             if (rows > SIZES[c - 1] if c > 0 else rows > 0) & (rows <= SIZES[c]):
                 _gate_up_tile(a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG, gl.constexpr(SIZES[c]), STEPS)
-        it += STEPS
-        row, rows = next_row, next_rows
+        it, n = it + STEPS, n + 1
+        column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _gate_up_producer(
-    a_bufs, b_bufs, ready, empty, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, items,
+    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr,
 ):
-    "Fetch each item's weights by the copy engine, and its tokens' rows by asynchronous copies, as soon as a stage is free."
+    "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free."
     STAGES: gl.constexpr = b_bufs.shape[0]
     BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
     PARTS: gl.constexpr = b_bufs.shape[1] // 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    it = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        e, row, rows = _item(tile_expert, tile_row, tile_rows, item, items, COLUMNS)
+    it, n, item = 0, 0, gl.program_id(0)
+    while item < items:
+        tile = item // COLUMNS
+        e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
+        _tell(slots, told, heard, n, item % COLUMNS, row, rows)
         group = item % COLUMNS * (BLOCKS * 4)
         x_ptr = ()
         for j in gl.static_range(PARTS):
@@ -169,6 +181,8 @@ def _gate_up_producer(
                 if rows > 64 * j: async_copy.async_copy_global_to_shared(b_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
+        n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
+    _tell(slots, told, heard, n, 0, 0, 0)
 
 
 @gluon.jit
@@ -190,18 +204,24 @@ def _hopper_gate_up_kernel(
     stages = gl.allocate_shared_memory(w_desc.dtype, [BLOCKS, BIG, 32], h_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    slots = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1 + 128)  # the copy engine, and each of the producer's threads
         mbarrier.init(empty.index(i), count=2)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS, SIZES)),
-        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, stages, h_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS, SIZES)),
-        (_gate_up_producer, (a_bufs, b_bufs, ready, empty, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, items,
-                             E, SLOTS, S, COLUMNS, STEPS)),
+        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 0, STEPS, SIZES)),
+        (_gate_up_consumer, (a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 1, STEPS, SIZES)),
+        (_gate_up_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row,
+                             tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/17_hopper.ipynb #3c3e2c7a
+# %% ../../nbs/kernels/17_hopper.ipynb #d5d58446
 @gluon.jit
 def _store_down(acc, stage, y_desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
     "[64, N] of y, by way of the stage."
@@ -231,36 +251,36 @@ def _down_tile(
 
 @gluon.jit
 def _down_consumer(
-    a_bufs, b_bufs, ready, empty, stage, y_desc, tile_expert, tile_row, tile_rows, items, WG: gl.constexpr, COLUMNS: gl.constexpr,
-    STEPS: gl.constexpr, SIZES: gl.constexpr,
+    a_bufs, b_bufs, ready, empty, slots, told, heard, stage, y_desc, WG: gl.constexpr, STEPS: gl.constexpr, SIZES: gl.constexpr,
 ):
-    "Multiply and store, item by item."
-    it = 0
-    _, row, rows = _item(tile_expert, tile_row, tile_rows, gl.program_id(0), items, COLUMNS)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, next_row, next_rows = _item(tile_expert, tile_row, tile_rows, item + gl.num_programs(0), items, COLUMNS)
-        column = (item % COLUMNS * 2 + WG) * (64 * 256 // b_bufs.shape[1])
+    "Multiply and store, one piece of work after the other."
+    it, n = 0, 0
+    column, row, rows = _hear(slots, told, heard, n)
+    while rows > 0:
+        column = (column * 2 + WG) * (64 * 256 // b_bufs.shape[1])
         for c in gl.static_range(len(SIZES)):
             if (rows > SIZES[c - 1] if c > 0 else rows > 0) & (rows <= SIZES[c]):
                 _down_tile(a_bufs, b_bufs, ready, empty, stage, y_desc, row, rows, column, it, WG, gl.constexpr(SIZES[c]), STEPS)
-        it += STEPS
-        row, rows = next_row, next_rows
+        it, n = it + STEPS, n + 1
+        column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _down_producer(
-    a_bufs, b_bufs, ready, empty, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, items,
+    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr,
 ):
     "Fetch weights and rows of h, both by the copy engine."
     STAGES: gl.constexpr = b_bufs.shape[0]
     BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
     PARTS: gl.constexpr = b_bufs.shape[1] // 64
-    it = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        e, row, rows = _item(tile_expert, tile_row, tile_rows, item, items, COLUMNS)
-        n = item % COLUMNS * (BLOCKS * 64)
+    it, n, item = 0, 0, gl.program_id(0)
+    while item < items:
+        tile = item // COLUMNS
+        e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
+        _tell(slots, told, heard, n, item % COLUMNS, row, rows)
+        line = item % COLUMNS * (BLOCKS * 64)
         parts = (rows + 63) // 64
         for s in range(STEPS):
             i = it % STAGES
@@ -268,11 +288,13 @@ def _down_producer(
             mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
             for j in gl.static_range(PARTS): mbarrier.expect(bar, (BLOCKS + j + 1) * 64 * 64 * 2, pred=parts == j + 1)
             for b in gl.static_range(BLOCKS):
-                tma.async_copy_global_to_shared(w_desc, [e, n + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e < E)
-                if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, n + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e >= E)
+                tma.async_copy_global_to_shared(w_desc, [e, line + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e < E)
+                if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, line + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e >= E)
             for j in gl.static_range(PARTS):
                 tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, b_bufs.index(i).slice(64 * j, 64), pred=parts > j)
             it += 1
+        n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
+    _tell(slots, told, heard, n, 0, 0, 0)
 
 
 @gluon.jit
@@ -294,14 +316,21 @@ def _hopper_down_kernel(
     stages = gl.allocate_shared_memory(w_desc.dtype, [2, 128, 64], y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    slots = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(0), y_desc, tile_expert, tile_row, tile_rows, items, 0, COLUMNS, STEPS, SIZES)),
-        (_down_consumer, (a_bufs, b_bufs, ready, empty, stages.index(1), y_desc, tile_expert, tile_row, tile_rows, items, 1, COLUMNS, STEPS, SIZES)),
-        (_down_producer, (a_bufs, b_bufs, ready, empty, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, items, E, S, COLUMNS, STEPS)),
+        (_down_consumer, (a_bufs, b_bufs, ready, empty, slots, told, heard, stages.index(0), y_desc, 0, STEPS, SIZES)),
+        (_down_consumer, (a_bufs, b_bufs, ready, empty, slots, told, heard, stages.index(1), y_desc, 1, STEPS, SIZES)),
+        (_down_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows,
+                          tiles + 2, items, E, S, COLUMNS, STEPS)),
     ], [4, 1], [216, 72])
 
 # %% ../../nbs/kernels/17_hopper.ipynb #ab5ae610

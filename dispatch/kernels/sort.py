@@ -32,7 +32,7 @@ def _expert_of(index, pair, mask, E: tl.constexpr, K: tl.constexpr, S: tl.conste
         e = tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
         return tl.where(mask & (s >= K), E + s - K, e)
 
-# %% ../../nbs/kernels/13_sort.ipynb #0a4db15a
+# %% ../../nbs/kernels/13_sort.ipynb #c121a6cf
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _sort_kernel(
     index, order, ends, tile_expert, tile_row, tile_rows, position, count, pairs, tiles, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
@@ -52,7 +52,7 @@ def _sort_kernel(
     number = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(bins < e, number, 0), 0)
     tl.store(ends + e, start + mine)
-    if PAD > 1: tl.store(count, tl.sum(number, 0), mask=e == 0)
+    if PAD > 1: tl.store(count + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, tl.sum(number, 0), 0), mask=e == 0)
     for m0 in range(0, (mine + BLOCK - 1) // BLOCK, 32):
         m = m0 + tl.arange(0, 32)
         tl.store(tile_expert + first + m, tl.zeros((32,), tl.int32) + e, mask=m * BLOCK < mine)
@@ -69,7 +69,7 @@ def _sort_kernel(
         if PAD > 1: tl.store(position + p, row, mask=match != 0)
         start += tl.sum(match, 0)
 
-# %% ../../nbs/kernels/13_sort.ipynb #23311456
+# %% ../../nbs/kernels/13_sort.ipynb #1bb22183
 def uses_pdl(
     device: torch.device,
 ) -> bool:
@@ -100,7 +100,7 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
     pairs = T * (K + shared)
     tiles, padded = max_tiles(pairs, every, block), max_tiles(pairs, every, pad) * pad
     order, ends, expert, row, rows, position, count = torch.empty(
-        padded + every + 3 * tiles + pairs + 1, dtype=torch.int32, device=top_k_index.device).split((padded, every, tiles, tiles, tiles, pairs, 1))
+        padded + every + 3 * tiles + pairs + 4, dtype=torch.int32, device=top_k_index.device).split((padded, every, tiles, tiles, tiles, pairs, 4))
     if not pairs:
         ends.zero_()
         count.zero_()
@@ -111,7 +111,7 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
                    (top_k_index, order, ends, expert, row, rows, position, count), (pairs, tiles, *meta), num_warps=8)
     return ExpertTiles(order, ends, expert, row, rows), position, count
 
-# %% ../../nbs/kernels/13_sort.ipynb #6e6ed2d9
+# %% ../../nbs/kernels/13_sort.ipynb #e34ddc31
 class PaddedTiles(NamedTuple):
     "Pairs sorted by expert, where each expert begins at a multiple of `pad` rows. All int32, on the device of the index."
     order: torch.Tensor  # [rows] pair numbers; unwritten in the padding
@@ -119,7 +119,7 @@ class PaddedTiles(NamedTuple):
     tile_expert: torch.Tensor  # [tiles] the expert of each tile, -1 for surplus tiles
     tile_row: torch.Tensor  # [tiles] the first row of each tile
     tile_rows: torch.Tensor  # [tiles] how many rows it has
-    tile_count: torch.Tensor  # [1] tiles that are no surplus
+    tile_count: torch.Tensor  # [4] tiles that are no surplus, and three zeros for kernels to count from
 
 
 def sort_padded(
