@@ -222,7 +222,8 @@ def _language(real: Any) -> Any:
     "Gluon's names that a kernel uses."
     return types.SimpleNamespace(
         constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, where=_where, sum=lambda values, axis: int(values.sum(axis)),
-        num_warps=lambda: here.warps, atomic_add=_atomic_add, float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
+        num_warps=lambda: here.warps, atomic_add=_atomic_add,
+        float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
         program_id=lambda axis: here.block.program, num_programs=lambda axis: here.block.programs,
