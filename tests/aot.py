@@ -4,6 +4,7 @@ Run in a process of its own, without TRITON_INTERPRET. Prints one JSON line a co
 bytes, the limit of that arch, the matrix instructions found in the PTX, and for kernels written to the registers' limit what they spill.
 """
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import triton
@@ -23,6 +25,7 @@ import dispatch
 from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
 from dispatch.kernels.hopper import SIZES
+from dispatch.kernels.persistent import persistent_config
 from dispatch.kernels.swap_ab import swap_config
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a block can opt in to, CUDA C++ programming guide
@@ -87,6 +90,21 @@ def swap_cases(arch: int, down: bool):
             yield f"{dtype}, {name}, find {c.find}, {c.small}/{c.big}, {T} tokens", types | pointers | tables, meta, (product.num_warps, 3)
 
 
+def persistent_cases(arch: int, down: bool):
+    "Every configuration that persistent_config can give on that architecture, persistent and not; odd sizes and strides with large tiles."
+    for (name, own, (E, K, S, H, I), _, types), (dtype, size), rows, persistent in itertools.product(
+            variants(arch), TYPES.items(), (10, 100), (True, False)):
+        if name != "deepseek" and (dtype != own or rows == 10): continue
+        c = replace(persistent_config(rows * (E + S), E + S, size, divmod(arch, 10)), persistent=persistent)
+        blocks = c.down if down else c.gate_up
+        meta = dict(E=E, K=K, S=S, H=H, I=I, BINS=triton.next_power_of_2(E + S), BLOCK_M=c.block_m, BLOCK_N=blocks.block_n,
+                    BLOCK_K=blocks.block_k, GROUP=c.group, PERSISTENT=persistent, PDL=c.pdl)
+        tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row"), "*i32!")  # pieces of one tensor
+        pointers = dict.fromkeys(("x", "w", "h", "y"), f"*{dtype}") | dict(top_k_weights="*fp32")
+        case = f"{dtype}, {name}, {rows} rows an expert, {'persistent' if persistent else 'a program a unit'}"
+        yield case, types | tables | pointers, meta, (blocks.num_warps, blocks.num_stages)
+
+
 def gemv_cases(arch: int, down: bool):
     for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("small", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
         meta = dict(E=E, K=K, S=S, H=H, I=I, PDL=arch >= 90)
@@ -145,6 +163,8 @@ KERNELS = {
     "_gemv_down_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=True)),
     "_swap_gate_up_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=False)),
     "_swap_down_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=True)),
+    "_persistent_gate_up_kernel": (FALLBACK, lambda arch: persistent_cases(arch, down=False)),
+    "_persistent_down_kernel": (FALLBACK, lambda arch: persistent_cases(arch, down=True)),
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
@@ -169,8 +189,8 @@ def compile_case(fn, arch: int, types: dict, meta: dict, launch: tuple[int, int]
         kind = types.get(name, "i64" if name.startswith("stride") else "i32")
         if kind.startswith("constexpr:"): constants[name] = int(kind.split(":")[1])
         signature[name] = "constexpr" if name in constants else kind.removesuffix("!")
-        if kind.startswith("tensordesc"): continue
-        if not kind.endswith("!") and name not in constants and (kind.startswith(("*", "i64")) or name in ("H", "I")): attrs[(i,)] = [["tt.divisibility", 16]]
+        even = kind.startswith(("*", "i64")) or name in ("H", "I") or name.startswith("stride") or name.endswith("offset")
+        if even and not kind.endswith("!") and name not in constants and not kind.startswith("tensordesc"): attrs[(i,)] = [["tt.divisibility", 16]]
     options = dict(num_warps=launch[0], num_stages=launch[1])
     if isinstance(fn, GluonJITFunction): source, options = GluonASTSource(fn, signature, constants, attrs), dict(num_warps=launch[0], maxnreg=168)
     else: source = ASTSource(fn, signature, constants, attrs)

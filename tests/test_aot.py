@@ -30,13 +30,13 @@ def test_shared_memory_fits(compiled: list[dict]) -> None:
 
 
 def test_tensor_cores_do_the_products(compiled: list[dict]) -> None:
-    products = ("_gate_up_kernel", "_down_kernel", "_swap_gate_up_kernel", "_swap_down_kernel")
+    products = ("_gate_up_kernel", "_down_kernel", "_swap_gate_up_kernel", "_swap_down_kernel", "_persistent_gate_up_kernel", "_persistent_down_kernel")
     for row in compiled:
         if row["kernel"] in products and not row["case"].startswith("fp32"): assert row["mma"], row
 
 
 def test_hopper_kernels_use_wgmma(compiled: list[dict]) -> None:
-    rows = [row for row in compiled if row["kernel"].startswith("_swap") and row["arch"] == 90 and row["case"].startswith("bf16")]
+    rows = [row for row in compiled if row["kernel"].startswith(("_swap", "_persistent")) and row["arch"] == 90 and row["case"].startswith("bf16")]
     assert len(rows) > 8
     for row in rows: assert row["mma"] == ["wgmma.mma_async"], row
 

@@ -38,7 +38,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         else: kernel[(programs,)](*tensors, *rest)
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 5)
     return used
 
 

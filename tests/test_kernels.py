@@ -12,6 +12,7 @@ from dispatch.core.roofline import SHAPES
 from dispatch.core.timing import agreement, check_agreement
 from dispatch.kernels.fused_moe import BACKENDS, _choose, _fused_moe_op, _table, choose_backend, fused_moe
 from dispatch.kernels.gemv import gemv_moe
+from dispatch.kernels.persistent import Blocks, PersistentConfig, multiprocessors, persistent_config, persistent_moe
 from dispatch.kernels.reference import Sizes, _look_closer, _sizes, check_inputs, example_inputs, random_experts, reference_moe
 from dispatch.kernels.routing import max_tiles, sort_by_expert, synthetic_routing
 from dispatch.kernels.sort import sort_in_one_launch
@@ -339,6 +340,111 @@ def test_swap_configs_are_sound() -> None:
         assert 16 <= c.small <= c.big
         assert c.find == (T * 8 <= 256)
         assert c.pdl == (capability == (9, 0))
+
+
+# both orders and both ways to take turns, in tiles small enough that an expert has several
+PERSISTENT = {f"group {group}, {'persistent' if persistent else 'a program a unit'}":
+              PersistentConfig(16, Blocks(32, 32, 4, 2), Blocks(64, 16, 4, 2), group, persistent, False) for group in (1, 3) for persistent in (True, False)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_persistent_agrees_and_repeats(case: dict, dtype: torch.dtype) -> None:
+    args = example_inputs(**case, dtype=dtype, device=DEVICE)
+    y = persistent_moe(*args, out=torch.full_like(args[0], float("nan")))
+    check_agreement(y, reference_moe(*args), "persistent")
+    assert torch.equal(y, persistent_moe(*args))
+
+
+@pytest.mark.parametrize("case", [dict(T=70, K=1, distribution="all-to-one"), dict(T=25, E=3, K=2, H=33, I=40, distribution="zipf:1.2")], ids=str)
+def test_persistent_orders_give_the_same_bits(case: dict) -> None:
+    args = example_inputs(**case, device=DEVICE)
+    shared = shared_experts(args[2], 2)
+    args[4][0, 0] = -1
+    found = [persistent_moe(*args, **shared, skip_invalid=True, config=c) for c in PERSISTENT.values()]
+    check_agreement(found[0], reference_moe(*args, **shared, skip_invalid=True), "persistent")
+    assert all(torch.equal(found[0], y) for y in found)
+
+
+@pytest.mark.parametrize("config", PERSISTENT.values(), ids=PERSISTENT.keys())
+def test_persistent_takes_any_strides_and_index(config: PersistentConfig) -> None:
+    x, w13, w2, tw, ti = example_inputs(T=6, H=32, I=40, device=DEVICE)
+    shared = shared_experts(w2, 1)
+    ti[2], ti[3, 0] = 8, -1
+    def call(x, w13, w2, tw, ti, **kw): return persistent_moe(x, w13, w2, tw, ti, **shared, skip_invalid=True, config=config, **kw)
+    want = reference_moe(x, w13, w2, tw, ti, **shared, skip_invalid=True)
+    wide, out = torch.zeros(6, 64, device=DEVICE), torch.zeros(6, 64, device=DEVICE)
+    wide[:, ::2] = x
+    check_agreement(call(wide[:, ::2], w13, w2, tw.T.contiguous().T, ti.T.contiguous().T, out=out[:, ::2]), want, "strided rows and routing")
+    check_agreement(call(x, w13.mT.contiguous().mT, w2.mT.contiguous().mT, tw, ti.int()), want, "transposed weights, int32 index")
+    assert call(x[:0], w13, w2, tw[:0], ti[:0]).shape == (0, 32)
+    assert call(x, w13, w2, tw, ti, out=x) is x
+    check_agreement(x, want, "in place")
+
+
+@pytest.mark.parametrize("config", PERSISTENT.values(), ids=PERSISTENT.keys())
+def test_persistent_with_nobody_chosen(config: PersistentConfig) -> None:
+    x, w13, w2, tw, ti = example_inputs(device=DEVICE)
+    tw[:], ti[:] = float("nan"), -1
+    y = persistent_moe(x, w13, w2, tw, ti, skip_invalid=True, out=torch.full_like(x, float("nan")), config=config)
+    assert (y == 0).all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter")
+def test_persistent_programs_take_several_units() -> None:
+    assert multiprocessors(torch.device("cpu")) == 4
+    with pytest.raises(RuntimeError, match="bfloat16"): persistent_moe(*example_inputs(dtype=torch.bfloat16))
+
+
+def test_persistent_configs_are_sound() -> None:
+    for pairs, size, capability in itertools.product((1, 4095, 4096, 100000), (2, 4), ((8, 0), (8, 6), (8, 9), (9, 0))):
+        c = persistent_config(pairs, 64, size, capability)
+        assert c.block_m == (32 if size == 4 else 128 if pairs >= 4096 else 64)
+        assert c.pdl == (capability == (9, 0))
+        assert c.persistent == (capability == (9, 0) and size == 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 100, 1000, 3000])
+@pytest.mark.parametrize("shape", [(64, 6, 2048, 1408), (8, 2, 1000, 344), (128, 8, 2048, 768)], ids=str)
+def test_persistent_bf16(shape: tuple[int, int, int, int], tokens: int) -> None:
+    "Every switch gives the same bits, again and again."
+    args = example_inputs(tokens, *shape, torch.bfloat16, "cuda", distribution="zipf:1.2")
+    shared = shared_experts(args[2], 2)
+    y = persistent_moe(*args, **shared)
+    check_agreement(y, reference_moe(*args, **shared), "persistent")
+    c = persistent_config(tokens * (shape[1] + 2), shape[0] + 2, 2, torch.cuda.get_device_capability())
+    for other in (c, replace(c, persistent=not c.persistent), replace(c, group=1), replace(c, group=10**6, persistent=False), replace(c, pdl=False)):
+        for _ in range(5): assert torch.equal(y, persistent_moe(*args, **shared, config=other)), other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_offsets_past_2_31_elements(persistent: bool) -> None:
+    for sizes in ((40, 64, 4, 8192, 4096), (66000, 8, 8, 4096, 64)):
+        args = example_inputs(*sizes, torch.bfloat16, "cuda")
+        c = replace(persistent_config(sizes[0] * sizes[2], sizes[1], 2, torch.cuda.get_device_capability()), persistent=persistent)
+        check_agreement(persistent_moe(*args, config=c), reference_moe(*args), "persistent")
+        del args
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_persistent_in_a_graph_and_without_synchronising() -> None:
+    (x, w13, w2, tw, ti), shared = deepseek(1024)
+    run = lambda: persistent_moe(x, w13, w2, tw, ti, **shared)
+    run()  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try: run()
+    finally: torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): y = run()
+    for old, new in zip((tw, ti), synthetic_routing(1024, 64, 6, "zipf:1.2", 1, "cuda"), strict=True): old.copy_(new)
+    ti[0] = 64
+    graph.replay()
+    torch.cuda.synchronize()
+    check_agreement(y, reference_moe(x, w13, w2, tw, ti, **shared, skip_invalid=True), "persistent")
+    assert torch.equal(y, run())
 
 
 def valid_inputs() -> dict[str, dict]:

@@ -11,6 +11,7 @@ SCRIPT = """
 from dataclasses import replace
 import torch
 from dispatch.kernels.fused_moe import fused_moe
+from dispatch.kernels.persistent import persistent_config, persistent_moe
 from dispatch.kernels.reference import example_inputs, random_experts
 from dispatch.kernels.swap_ab import swap_ab_moe, swap_config
 for H, I in ((128, 64), (50, 33)):
@@ -20,6 +21,9 @@ for H, I in ((128, 64), (50, 33)):
     c = swap_config(5, 4, 10, 2, torch.cuda.get_device_capability())
     for kw in ({}, shared):
         for backend in ("naive", "gemv", "swap_ab"): fused_moe(*args, **kw, skip_invalid=True, backend=backend)
+        for persistent in (True, False):
+            how = replace(persistent_config(20, 10, 2, torch.cuda.get_device_capability()), persistent=persistent)
+            persistent_moe(*args, **kw, skip_invalid=True, config=how)
         for find in (True, False): swap_ab_moe(*args, **kw, skip_invalid=True, config=replace(c, find=find))
 torch.cuda.synchronize()
 print("done")
