@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['RC', 'COLOURS', 'DASHES', 'style', 'svg', 'over_tokens', 'bars']
+__all__ = ['RC', 'COLOURS', 'OTHERS', 'DASHES', 'style', 'svg', 'over_tokens', 'bars']
 
-# %% ../../nbs/core/03_plots.ipynb #9378a28a
+# %% ../../nbs/core/03_plots.ipynb #2998a314
 RC: Any = {
     "svg.hashsalt": "dispatch", "svg.fonttype": "none", "font.family": "DejaVu Sans", "figure.dpi": 96,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
@@ -29,6 +29,7 @@ RC: Any = {
 # a contestant, a colour; the floor is always the dotted grey line
 COLOURS = {"dispatch": "#0b6e99", "stock": "#b0413e", "reference": "#7a7a7a", "vllm": "#e08e0b", "vllm-tuned": "#b86e00",
            "sglang": "#5b8c2a", "torch-grouped-mm": "#7d5ba6"}
+OTHERS = ("#444444", "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e")  # whoever else is compared, in the order they come
 DASHES = {"graph": (), "eager": (4, 2)}
 
 
@@ -52,7 +53,7 @@ def svg(
     plt.close(fig)
     return SVG(buffer.getvalue())
 
-# %% ../../nbs/core/03_plots.ipynb #ba3bccbd
+# %% ../../nbs/core/03_plots.ipynb #381dba04
 def over_tokens(
     frame: pd.DataFrame,  # columns tokens, distribution, contestant, mode, and `y`
     y: str,  # the column to show
@@ -67,10 +68,12 @@ def over_tokens(
     "One line a contestant and mode over tokens, a panel a distribution, with the floor or the ceiling."
     import matplotlib.pyplot as plt
     panels: Sequence[str] = sorted(frame.distribution.unique())
+    strangers = [who for who in dict.fromkeys(frame.contestant) if who not in COLOURS]
+    colours = COLOURS | {who: OTHERS[i % len(OTHERS)] for i, who in enumerate(strangers)}
     with style():
         fig, axes = plt.subplots(1, len(panels), figsize=(4.9 * len(panels), 3.7), sharey=True, squeeze=False, layout="constrained")
         for ax, panel in zip(axes[0], panels, strict=True):
-            _panel(ax, frame[frame.distribution == panel], y, floor)
+            _panel(ax, frame[frame.distribution == panel], y, floor, colours)
             if ceiling: ax.axhline(ceiling, color="0.45", ls=":", lw=1.5, label=level)
             ax.set_title(panel, fontsize="medium")
             if log: ax.set_yscale("log")
@@ -81,11 +84,11 @@ def over_tokens(
     return svg(fig)
 
 
-def _panel(ax: Axes, frame: pd.DataFrame, y: str, floor: str | None) -> None:
+def _panel(ax: Axes, frame: pd.DataFrame, y: str, floor: str | None, colours: dict[str, str]) -> None:
     for key, line in frame.groupby(["contestant", "mode"], sort=True):
         who, mode = map(str, key)
         line = line.sort_values("tokens")
-        ax.plot(line.tokens, line[y], marker="o", ms=3.5, color=COLOURS.get(who, "black"), dashes=DASHES[mode],
+        ax.plot(line.tokens, line[y], marker="o", ms=3.5, color=colours[who], dashes=DASHES[mode],
                 label=f"{who} ({mode})")
     if floor and frame[floor].notna().any():
         line = frame.drop_duplicates("tokens").sort_values("tokens")
