@@ -67,7 +67,20 @@ class Block:
     def __init__(self, program: int, programs: int, rng: random.Random) -> None:
         self.program, self.programs, self.rng = program, programs, rng
         self.changed = threading.Condition(threading.RLock())
-        self.shared_bytes, self.failed = 0, False
+        self.shared_bytes, self.errors = 0, list[BaseException]()
+
+    def fail(self, error: BaseException) -> None:
+        "Wake everybody; the first error is the program's."
+        with self.changed:
+            self.errors.append(error)
+            self.changed.notify_all()
+
+    def later(self, act: Callable[[], None]) -> None:
+        "Do something within two milliseconds, beside the partitions."
+        def safely() -> None:
+            try: act()
+            except BaseException as e: self.fail(e)
+        threading.Timer(self.rng.random() * 2e-3, safely).start()
 
 
 class Partition(threading.local):
@@ -132,7 +145,7 @@ def _tma_load(desc: Any, coord: Sequence[int], barrier: Barrier, result: Shared,
     def arrive() -> None:
         finish()
         barrier.change(announced=-size)
-    threading.Timer(here.block.rng.random() * 2e-3, arrive).start()
+    here.block.later(arrive)
 
 
 def _tma_store(desc: Any, coord: Sequence[int], source: Shared) -> None:
@@ -153,14 +166,14 @@ def _copies_arrive(barrier: Barrier, increment_count: bool = True) -> None:
     def arrive() -> None:
         _run(copies, 0)
         barrier.change(arrivals=threads)
-    threading.Timer(here.block.rng.random() * 2e-3, arrive).start()
+    here.block.later(arrive)
 
 
 def _wait(barrier: Barrier, phase: int, pred: bool = True) -> None:
     with barrier.block.changed:
-        if pred and not barrier.block.changed.wait_for(lambda: barrier.phase != phase or barrier.block.failed, PATIENCE_S):
+        if pred and not barrier.block.changed.wait_for(lambda: barrier.phase != phase or barrier.block.errors, PATIENCE_S):
             raise Deadlock(f"phase {phase}: {barrier.pending} arrivals and {barrier.bytes} bytes are missing")
-        if barrier.block.failed: raise RuntimeError("another partition failed")
+        if barrier.block.errors: raise RuntimeError("another partition failed")
 
 
 def _init(barrier: Barrier, count: int) -> None: barrier.count = barrier.pending = count
@@ -193,7 +206,7 @@ def _mma_wait(outstanding: int = 0, deps: Sequence[torch.Tensor] = ()) -> Any:
 
 def _specialize(functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Sequence[int], registers: Sequence[int]) -> None:
     "One thread a partition; the first has the kernel's own warps."
-    block, errors = here.block, []
+    block = here.block
     assert len(functions) == len(warps) + 1 == len(registers) + 1
     def work(function: Callable[..., None], args: Sequence[Any], n: int) -> None:
         _enter(block, n)
@@ -202,13 +215,11 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], 
             assert not here.products
             assert not here.copies
             assert not here.stores, "a store was not waited for"
-        except BaseException as e:
-            errors.append(e)
-            with block.changed: block.failed = True; block.changed.notify_all()
+        except BaseException as e: block.fail(e)
     threads = [threading.Thread(target=work, args=(f, a, n)) for (f, a), n in zip(functions, (here.warps, *warps), strict=True)]
     for t in threads: t.start()
     for t in threads: t.join()
-    if errors: raise errors[0]
+    if block.errors: raise block.errors[0]
 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
