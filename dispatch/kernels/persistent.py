@@ -44,7 +44,7 @@ def _units(ends, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.const
     rows = tl.load(ends + e, mask=e < EXPERTS, other=0) - tl.load(ends + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
     return tl.sum((rows + BLOCK_M - 1) // BLOCK_M, 0) * COLUMNS
 
-# %% ../../nbs/kernels/16_persistent.ipynb #101d4d9a
+# %% ../../nbs/kernels/16_persistent.ipynb #aef214f0
 @triton.jit
 def _gate_up_unit(
     x, w, h, order, e, row, end, column, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset,
@@ -78,7 +78,7 @@ def _gate_up_unit(
     tl.store(h + rows.to(tl.int64)[:, None] * I + n[None, :], y.to(h.dtype.element_ty), mask=real[:, None] & (n[None, :] < I))
 
 
-@triton.jit(do_not_specialize_on_alignment=["order", "ends", "tile_expert", "tile_row"])
+@triton.jit
 def _persistent_gate_up_kernel(
     x, w, h, order, ends, tile_expert, tile_row, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset,
     E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -100,7 +100,7 @@ def _persistent_gate_up_kernel(
         _gate_up_unit(x, w, h, order, e, row, end, column, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh,
                       shared_offset, E, K, S, H, I, BLOCK_M, BLOCK_N, BLOCK_K)
 
-# %% ../../nbs/kernels/16_persistent.ipynb #f8a2e44c
+# %% ../../nbs/kernels/16_persistent.ipynb #6feb7e7f
 @triton.jit
 def _down_unit(
     h, w, y, top_k_weights, order, e, row, end, column, stride_we, stride_wn, stride_wi, shared_offset,
@@ -129,7 +129,7 @@ def _down_unit(
     tl.store(y + pair[:, None] * H + n[None, :], acc.to(y.dtype.element_ty), mask=real[:, None] & (n[None, :] < H))
 
 
-@triton.jit(do_not_specialize_on_alignment=["order", "ends", "tile_expert", "tile_row"])
+@triton.jit
 def _persistent_down_kernel(
     h, w, y, top_k_weights, order, ends, tile_expert, tile_row, stride_we, stride_wn, stride_wi, shared_offset,
     E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,

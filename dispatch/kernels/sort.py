@@ -69,7 +69,7 @@ def _sort_kernel(
         if PAD > 1: tl.store(position + p, row, mask=match != 0)
         start += tl.sum(match, 0)
 
-# %% ../../nbs/kernels/13_sort.ipynb #1bb22183
+# %% ../../nbs/kernels/13_sort.ipynb #29aed1da
 def uses_pdl(
     device: torch.device,
 ) -> bool:
@@ -99,8 +99,10 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
     (T, K), every = top_k_index.shape, experts + shared
     pairs = T * (K + shared)
     tiles, padded = max_tiles(pairs, every, block), max_tiles(pairs, every, pad) * pad
+    sizes = padded, every, tiles, tiles, tiles, pairs, 4
+    # each begins at a multiple of 16 bytes, whatever T is: no kernel that reads them is compiled again for another alignment
     order, ends, expert, row, rows, position, count = torch.empty(
-        padded + every + 3 * tiles + pairs + 4, dtype=torch.int32, device=top_k_index.device).split((padded, every, tiles, tiles, tiles, pairs, 4))
+        sum(n + -n % 4 for n in sizes), dtype=torch.int32, device=top_k_index.device).split([m for n in sizes for m in (n, -n % 4)])[::2]
     if not pairs:
         ends.zero_()
         count.zero_()
