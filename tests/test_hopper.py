@@ -86,8 +86,9 @@ def broken(replacements: dict[str, str]) -> Any:
     import inspect
     module = types.ModuleType("broken")
     vars(module).update(vars(hopper))
-    for name, f in vars(hopper).items():
-        if not isinstance(f, GluonJITFunction): continue
+    functions = {name: f for name, f in vars(hopper).items() if isinstance(f, GluonJITFunction)}
+    assert all(any(old in inspect.getsource(f.fn) for f in functions.values()) for old in replacements), "nothing to break"
+    for name, f in functions.items():
         source = inspect.getsource(f.fn)
         for old, new in replacements.items(): source = source.replace(old, new)
         source = re.sub(r"^@gluon.jit\n", "", source)
@@ -103,7 +104,7 @@ def broken(replacements: dict[str, str]) -> Any:
     {"it // STAGES & 1 ^ 1": "it // STAGES & 1"},  # the producer waits for the wrong phase
     {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"},  # nobody waits for the copies
     {"    tma.store_wait(0)\n    stage.slice": "    stage.slice"},  # a stage is overwritten while it is being stored
-    {"count=1 + 128": "count=128"},
+    {"_barriers(1 + 128, ": "_barriers(128, "},
 ], ids=["early release", "wrong phase", "no wait", "overwritten store", "wrong count"])
 def test_the_simulator_notices(fault: dict[str, str], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
     monkeypatch.setattr("gluon_sim.PATIENCE_S", 0.5)
@@ -130,6 +131,21 @@ def test_a_cpu_is_refused() -> None:
 def test_what_the_copy_engine_cannot_read_is_refused(changes: dict[str, Any], message: str, simulated: list[int]) -> None:
     args = example_inputs(**dict(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16) | changes)
     with pytest.raises(ValueError, match=re.escape(message)): hopper_moe(*args)
+
+
+def test_a_tile_that_is_none_is_refused(simulated: list[int]) -> None:
+    args = example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="big is 64; accepted are 128 and 256 rows"): hopper_moe(*args, big=64)
+    empty = example_inputs(T=0, E=4, K=2, H=64, I=64, dtype=torch.float16)
+    assert hopper_moe(*empty).shape == (0, 64)
+    assert not simulated
+
+
+def test_shared_experts_at_an_odd_address_are_refused(simulated: list[int]) -> None:
+    args = example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16)
+    shared = shared_experts(64, 64, 1, args[0])
+    odd = torch.empty(64 * 64 + 1, dtype=torch.float16)[1:].view(64, 64)
+    with pytest.raises(ValueError, match="shared_down_proj has strides"): hopper_moe(*args, **shared | dict(shared_down_proj=odd))
 
 
 def test_strides_the_copy_engine_cannot_read_are_refused(simulated: list[int]) -> None:
