@@ -118,11 +118,17 @@ def gemv_cases(arch: int, down: bool):
 
 
 def sort_cases(arch: int):
-    tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows", "position", "count"), "*i32!")  # pieces of one tensor
-    for index, E, S, chunk in (("i64", 64, 2, 4096), ("i32", 256, 0, 128)):
+    tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows", "position", "count", "counts"), "*i32!")  # pieces of one tensor
+    for index, E, S, chunk, chunks in (("i64", 64, 2, 2048, 32), ("i32", 256, 0, 128, 1)):
         for pad in (1, 64):
-            meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, PAD=pad, PDL=arch >= 90)
-            yield f"{index}, E={E}, pad {pad}", dict(index=f"*{index}") | tables, meta, (8, 3)
+            meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, CHUNKS=chunks, PAD=pad, PDL=arch >= 90)
+            yield f"{index}, E={E}, pad {pad}", dict(index=f"*{index}") | tables, meta, (4, 3)
+
+
+def count_cases(arch: int):
+    for index, E, S in (("i64", 64, 2), ("i32", 256, 0)):
+        meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), CHUNK=2048, PDL=arch >= 90)
+        yield f"{index}, E={E}", dict(index=f"*{index}", counts="*i32!"), meta, (4, 3)
 
 
 def sum_rows_cases(arch: int):
@@ -137,14 +143,13 @@ def described(dtype: str, block: list[int]) -> str:
 
 
 def hopper_cases(down: bool):
-    "Both sizes of tile, with and without shared experts."
+    "With and without shared experts, in either order."
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
     for dtype, (E, K, S, H, I) in (("bf16", (64, 6, 0, 2048, 1408)), ("fp16", (60, 4, 2, 2048, 1408)), ("bf16", (8, 2, 0, 4096, 14336))):
         rows, w = described(dtype, [64, 64]), described(dtype, [1, 64, 64] if down else [1, 4, 2, 8, 64])
         types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows)
-        for big in (128, 256):
-            meta = dict(E=E, S=S, H=H, I=I, SIZES=SIZES[big], STAGES=4, PDL=True) | ({} if down else dict(SLOTS=K + S))
-            yield f"{dtype}, E={E}, S={S}, tiles of {big}", types, meta, (4, 3)
+        meta = dict(E=E, S=S, H=H, I=I, SIZES=SIZES, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
+        yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
 
 
 def combine_cases(arch: int):
@@ -159,6 +164,7 @@ KERNELS = {
     "_down_kernel": (FALLBACK, lambda arch: naive_cases("h", "w", "y")),
     "_sum_kernel": (FALLBACK, sum_cases),
     "_sort_kernel": (FALLBACK, sort_cases),
+    "_count_kernel": (FALLBACK, count_cases),
     "_gemv_gate_up_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=False)),
     "_gemv_down_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=True)),
     "_swap_gate_up_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=False)),

@@ -156,8 +156,8 @@ def _run(queue: list[Callable[[], None]], left: int) -> None:
     while len(queue) > left: queue.pop(0)()
 
 
-def _async_copy(result: Shared, pointer: Address) -> None:
-    here.copies.append(_copy_in(lambda: _load(pointer), result))
+def _async_copy(result: Shared, pointer: Address, mask: Any = True) -> None:
+    here.copies.append(_copy_in(lambda: _load(pointer, mask), result))
 
 
 def _copies_arrive(barrier: Barrier, increment_count: bool = True) -> None:

@@ -12,13 +12,14 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from dispatch.core.timing import Disagreement, check_agreement
 from dispatch.kernels import hopper
+from dispatch.kernels.fused_moe import fused_moe
 from dispatch.kernels.hopper import hopper_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
 
 CASES: dict[str, dict[str, Any]] = {
     "one token": dict(T=1, E=8, K=2, H=64, I=64),
     "every size of tile": dict(T=330, E=6, K=3, H=128, I=192, distribution="zipf:1.2"),
-    "one expert has all, in tiles of 256": dict(T=600, E=3, K=1, H=192, I=64, distribution="all-to-one"),
+    "one expert has all": dict(T=600, E=3, K=1, H=192, I=64, distribution="all-to-one"),
     "columns and steps that don't fill a tile": dict(T=70, E=2, K=2, H=320, I=320),
     "more programs than work": dict(T=3, E=64, K=1, H=64, I=64),
 }
@@ -42,16 +43,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize("big", [128, 256])
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], big: int, simulated: list[int]) -> None:
+def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_group", lambda sizes: group)
     args = example_inputs(**case, dtype=torch.float16)
-    check_agreement(hopper_moe(*args, big=big), reference_moe(*args), "simulated")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
     assert len(simulated) == 2
     assert max(simulated) < 232448 - 1024, "a block's shared memory on sm90, less what the launch itself takes and the barriers"
 
 
-ROWS = (1, 0, 64, 65, 96, 97, 128, 129, 160, 161, 192, 193, 224, 225, 256, 257, 353)  # of each expert: every size of tile at its ends
+ROWS = (1, 0, 32, 63, 64, 65, 96, 97, 127, 128, 129, 192, 225, 353)  # of each expert: every size of tile at its ends
 
 
 def given_rows(device: str, dtype: torch.dtype, H: int = 64, I: int = 64) -> tuple[torch.Tensor, ...]:
@@ -61,10 +63,9 @@ def given_rows(device: str, dtype: torch.dtype, H: int = 64, I: int = 64) -> tup
     return x, gate_up, down, weights, index[:, None].to(device)
 
 
-@pytest.mark.parametrize("big", [128, 256])
-def test_simulated_every_size_of_tile(big: int, simulated: list[int]) -> None:
+def test_simulated_every_size_of_tile(simulated: list[int]) -> None:
     args = given_rows("cpu", torch.float16)
-    check_agreement(hopper_moe(*args, big=big), reference_moe(*args), "simulated")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
 
 
 def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[int]) -> None:
@@ -115,7 +116,7 @@ def test_the_simulator_notices(fault: dict[str, str], monkeypatch: pytest.Monkey
     args = example_inputs(T=330, E=2, K=1, H=640, I=384, dtype=torch.float16)
     want = reference_moe(*args)
     with pytest.raises((Deadlock, Disagreement, AssertionError)):
-        check_agreement(hopper_moe(*args, big=256), want, "broken")
+        check_agreement(hopper_moe(*args), want, "broken")
 
 
 def test_a_cpu_is_refused() -> None:
@@ -133,9 +134,7 @@ def test_what_the_copy_engine_cannot_read_is_refused(changes: dict[str, Any], me
     with pytest.raises(ValueError, match=re.escape(message)): hopper_moe(*args)
 
 
-def test_a_tile_that_is_none_is_refused(simulated: list[int]) -> None:
-    args = example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16)
-    with pytest.raises(ValueError, match="big is 64; accepted are 128 and 256 rows"): hopper_moe(*args, big=64)
+def test_no_tokens(simulated: list[int]) -> None:
     empty = example_inputs(T=0, E=4, K=2, H=64, I=64, dtype=torch.float16)
     assert hopper_moe(*empty).shape == (0, 64)
     assert not simulated
@@ -164,26 +163,23 @@ GPU_CASES: dict[str, dict[str, Any]] = CASES | {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("big", [128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
-def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype, big: int) -> None:
+def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype) -> None:
     args = example_inputs(**case, dtype=dtype, device="cuda")
-    got = hopper_moe(*args, big=big)
+    got = hopper_moe(*args)
     check_agreement(got, reference_moe(*args), "hopper")
-    assert torch.equal(got, hopper_moe(*args[:4], args[4].int(), big=big))
+    assert torch.equal(got, hopper_moe(*args[:4], args[4].int()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("big", [128, 256])
-def test_gpu_every_size_of_tile(big: int) -> None:
+def test_gpu_every_size_of_tile() -> None:
     args = given_rows("cuda", torch.bfloat16, 256, 192)
-    check_agreement(hopper_moe(*args, big=big), reference_moe(*args), "hopper")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("big", [128, 256])
-def test_gpu_shared_experts_strides_and_nobodys_indices(big: int) -> None:
+def test_gpu_shared_experts_strides_and_nobodys_indices() -> None:
     x, gate_up, down, weights, index = example_inputs(T=900, E=20, K=4, H=512, I=320, dtype=torch.bfloat16, device="cuda")
     index[3, 1], index[77, 0] = -1, 20
     x = torch.cat([x, x.flip(1)], dim=1)[:, 512:]
@@ -191,8 +187,18 @@ def test_gpu_shared_experts_strides_and_nobodys_indices(big: int) -> None:
     shared = shared_experts(512, 320, 2, x)
     want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
     out = torch.empty(512, 900, dtype=x.dtype, device="cuda").t()
-    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, big=big, **shared) is out
+    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
     check_agreement(out, want, "hopper, shared")
+
+
+@pytest.mark.gpu
+def test_gpu_fused_moe_takes_what_the_copy_engine_cannot_read() -> None:
+    x, gate_up, down, weights, index = example_inputs(T=3000, E=8, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda")
+    want = reference_moe(x, gate_up, down, weights, index)
+    check_agreement(fused_moe(x, gate_up, down, weights, index), want, "auto")
+    x = torch.stack([x, x], dim=2)[:, :, 0]
+    with pytest.raises(ValueError, match="hidden_states has strides"): fused_moe(x, gate_up, down, weights, index, backend="hopper")
+    check_agreement(fused_moe(x, gate_up, down, weights, index), want, "auto, strided")
 
 
 @pytest.mark.gpu

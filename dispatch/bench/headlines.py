@@ -32,8 +32,8 @@ def race_rows(
     return frame.assign(gb_s=frame.weight_bytes / frame.median_us / 1e3, tflop_s=pd.Series(flops) / frame.median_us / 1e6,
                         over_floor=frame.median_us / frame.floor_us.astype(float))
 
-# %% ../../nbs/bench/79_headlines.ipynb #2417f8b9
-TOKENS = [2**i for i in range(10)]  # 1 to 512
+# %% ../../nbs/bench/79_headlines.ipynb #a08bb845
+TOKENS = [2**i for i in range(14)]  # 1 to 8192
 DISTRIBUTIONS = ["uniform", "zipf:1.2"]
 GPU = "NVIDIA H200"
 ENTRANTS = ["dispatch", "vllm", "vllm-tuned", "sglang", "torch-grouped-mm", "stock"]
@@ -112,11 +112,11 @@ def as_markdown(
     shown = pd.DataFrame({c: [cell(str(c), v) for v in table[c]] for c in table.columns})
     return str(shown.to_markdown(index=False, colalign=["right"] * len(shown.columns), disable_numparse=True))
 
-# %% ../../nbs/bench/79_headlines.ipynb #fd8272d0
+# %% ../../nbs/bench/79_headlines.ipynb #cd23203c
 def headline_markdown() -> str:
     "The headline table and where it comes from; says so when nothing is published yet."
     run = published_race()
     if run is None: return "*No complete run on an H200 is published yet.*"
     table = race_table(race_rows(run))
-    table = table[table.tokens.isin([1, 4, 16, 64, 128, 512])].drop(columns=["experts hit", "GB/s"])
+    table = table[table.tokens.isin([1, 4, 16, 64, 256, 1024, 2048, 8192])].drop(columns=["experts hit", "GB/s"])
     return f"{as_markdown(table)}\n\n{run.caption()}"

@@ -31,14 +31,14 @@ from .reference import Sizes, check_inputs
 from .sort import _expert_of, sort_padded, uses_pdl
 
 # %% auto #0
-__all__ = ['SIZES', 'hopper_refuses', 'launch_hopper', 'hopper_moe']
+__all__ = ['HOPPER', 'SIZES', 'hopper_refuses', 'launch_hopper', 'hopper_moe']
 
-# %% ../../nbs/kernels/17_hopper.ipynb #b4c5e001
+# %% ../../nbs/kernels/17_hopper.ipynb #4ad390dd
 @gluon.constexpr_function
-def _parts(block: int, blocks: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    "The products of a tile: block of weights, first token, and how many tokens, a power of two; the largest first."
-    powers = [p for p in (256, 128, 64, 32) if width & p]
-    return tuple((b, sum(powers[:i]), p) for b in range(block, block + blocks) for i, p in enumerate(powers))
+def _parts(block: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    "The products of a tile with two blocks of weights: which block, first token, and how many tokens, a power of two; the largest first."
+    powers = [p for p in (128, 64, 32) if width & p]
+    return tuple((b, sum(powers[:i]), p) for b in (block, block + 1) for i, p in enumerate(powers))
 
 
 @gluon.jit
@@ -50,7 +50,6 @@ def _accumulator(N: gl.constexpr):
 def _products(a_bufs, b_bufs, ready, empty, it, PARTS: gl.constexpr, STEPS: gl.constexpr):
     "For each part [64, N] float32: 64 rows of weights times N tokens, over STEPS stages."
     STAGES: gl.constexpr = b_bufs.shape[0]
-    BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
     accs = ()
     for p in gl.static_range(len(PARTS)):
         accs += (_accumulator(gl.constexpr(PARTS[p][2])),)  # type: ignore[assignment]
@@ -59,7 +58,7 @@ def _products(a_bufs, b_bufs, ready, empty, it, PARTS: gl.constexpr, STEPS: gl.c
         mbarrier.wait(ready.index(i), it // STAGES & 1)
         more = ()
         for p in gl.static_range(len(PARTS)):
-            a = a_bufs.index(BLOCKS * i + PARTS[p][0]).reshape([64, 64])
+            a = a_bufs.index(4 * i + PARTS[p][0]).reshape([64, 64])
             b = b_bufs.index(i).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0))
             more += (warpgroup_mma(a, b, accs[p], use_acc=s > 0, is_async=True),)  # type: ignore[assignment]
         accs = _finished(more, len(PARTS))
@@ -76,7 +75,7 @@ def _finished(accs, UNDER_WAY: gl.constexpr):
     if len(accs) == 1: return (warpgroup_mma_wait(UNDER_WAY, deps=accs),)
     else: return warpgroup_mma_wait(UNDER_WAY, deps=accs)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #1db353fc
+# %% ../../nbs/kernels/17_hopper.ipynb #4e39bede
 @gluon.jit
 def _barriers(ARRIVALS: gl.constexpr, STAGES: gl.constexpr):
     "For each stage: `ready` when so many have arrived, `empty` when both multiplying groups have; slots to tell of work in, `told` and `heard`."
@@ -92,6 +91,16 @@ def _barriers(ARRIVALS: gl.constexpr, STAGES: gl.constexpr):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=2)
     return ready, empty, slots, told, heard
+
+
+@gluon.jit
+def _place(item, items, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    "Tile and column of a piece of work: GROUP tiles meet a column before the next column's turn."
+    window = item // (GROUP * COLUMNS)
+    first, left = window * GROUP, item - window * (GROUP * COLUMNS)
+    height = items // COLUMNS - first
+    height = height if height < GROUP else GROUP
+    return first + left % height, left // height
 
 
 @gluon.jit
@@ -145,14 +154,13 @@ def _swiglu(acc, N: gl.constexpr, dtype: gl.constexpr):
     gate, up = acc.reshape(4, 2, 8, N).permute(0, 2, 3, 1).split()
     return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).to(dtype).reshape(32, N)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #b8c2ab1a
+# %% ../../nbs/kernels/17_hopper.ipynb #f4f0c234
 @gluon.jit
 def _gate_up_tile(
     a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
 ):
     "One warp group's columns of h for a tile of at most N rows."
-    BLOCKS: gl.constexpr = stages.shape[0] // 2
-    PARTS: gl.constexpr = _parts(WG * BLOCKS, BLOCKS, N)
+    PARTS: gl.constexpr = _parts(2 * WG, N)
     accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
     ys = ()
     for p in gl.static_range(len(PARTS)): ys += (_swiglu(accs[p], gl.constexpr(PARTS[p][2]), h_desc.dtype),)  # type: ignore[assignment]
@@ -160,42 +168,41 @@ def _gate_up_tile(
     for p in gl.static_range(len(PARTS)):
         stages.index(PARTS[p][0]).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0)).store(ys[p])
     fence_async_shared()
-    for b in gl.static_range(BLOCKS): _send(stages.index(WG * BLOCKS + b), h_desc, row, rows, column + 32 * b, 0, N)
+    for b in gl.static_range(2): _send(stages.index(2 * WG + b), h_desc, row, rows, column + 32 * b, 0, N)
 
 
 @gluon.jit
 def _gate_up_producer(
     a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, counter, items,
-    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr,
+    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):
-    "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free."
+    "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero."
     STAGES: gl.constexpr = b_bufs.shape[0]
-    BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
-    PARTS: gl.constexpr = b_bufs.shape[1] // 64
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
     it, n, item = 0, 0, gl.program_id(0)
     while item < items:
-        tile = item // COLUMNS
+        tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
-        _tell(slots, told, heard, n, item % COLUMNS, row, rows)
-        group = item % COLUMNS * (BLOCKS * 4)
-        x_ptr = ()
-        for j in gl.static_range(PARTS):
+        _tell(slots, told, heard, n, column, row, rows)
+        line = column * 16
+        x_ptr, real = (), ()
+        for j in gl.static_range(2):
             pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
             x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * stride_xt + k[None, :],)  # type: ignore[assignment]
+            real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
         for s in range(STEPS):
             i = it % STAGES
             bar = ready.index(i)
             mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            mbarrier.expect(bar, BLOCKS * 64 * 64 * 2)
-            for b in gl.static_range(BLOCKS):
-                tma.async_copy_global_to_shared(w_desc, [e, group + 4 * b, 0, 0, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e < E)
+            mbarrier.expect(bar, 4 * 64 * 64 * 2)
+            for b in gl.static_range(4):
+                tma.async_copy_global_to_shared(w_desc, [e, line + 4 * b, 0, 0, s * 64], bar, a_bufs.index(4 * i + b), pred=e < E)
                 if S > 0:
-                    tma.async_copy_global_to_shared(shared_desc, [e - E, group + 4 * b, 0, 0, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e >= E)
-            for j in gl.static_range(PARTS):
-                if rows > 64 * j: async_copy.async_copy_global_to_shared(b_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64)
+                    tma.async_copy_global_to_shared(shared_desc, [e - E, line + 4 * b, 0, 0, s * 64], bar, a_bufs.index(4 * i + b), pred=e >= E)
+            for j in gl.static_range(2):
+                if rows > 64 * j: async_copy.async_copy_global_to_shared(b_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
             async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
@@ -206,29 +213,27 @@ def _gate_up_producer(
 def _hopper_gate_up_kernel(
     order, tile_expert, tile_row, tile_rows, tiles, x, stride_xt, w_desc, shared_desc, h_desc,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    SIZES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    SIZES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
     "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H], h [rows, I]."
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    BIG: gl.constexpr = SIZES[len(SIZES) - 1]
-    BLOCKS: gl.constexpr = 2 * (256 // BIG)
-    COLUMNS: gl.constexpr = (I + 32 * BLOCKS - 1) // (32 * BLOCKS)
+    COLUMNS: gl.constexpr = (I + 127) // 128
     STEPS: gl.constexpr = H // 64
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BLOCKS, 1, 4, 2, 8, 64], w_desc.layout)
-    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BIG, 64], gl.NVMMASharedLayout(128, 16, 2))
-    stages = gl.allocate_shared_memory(w_desc.dtype, [BLOCKS, BIG, 32], h_desc.layout)
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 4, 1, 4, 2, 8, 64], w_desc.layout)
+    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
+    stages = gl.allocate_shared_memory(w_desc.dtype, [4, 128, 32], h_desc.layout)
     ready, empty, slots, told, heard = _barriers(1 + 128, STAGES)  # the copy engine, and each of the producer's threads
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 16 * BLOCKS, 0, STEPS, SIZES)),
-        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 16 * BLOCKS, 1, STEPS, SIZES)),
+        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 0, STEPS, SIZES)),
+        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 1, STEPS, SIZES)),
         (_gate_up_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row,
-                             tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS)),
+                             tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/17_hopper.ipynb #c83448eb
+# %% ../../nbs/kernels/17_hopper.ipynb #cd3b0af6
 @gluon.jit
 def _store_down(acc, stage, y_desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
     "[64, N] of y, by way of the stage."
@@ -243,44 +248,36 @@ def _down_tile(
     a_bufs, b_bufs, ready, empty, stages, y_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
 ):
     "One warp group's columns of y for a tile of at most N rows."
-    BLOCKS: gl.constexpr = 256 // b_bufs.shape[1]
-    PARTS: gl.constexpr = _parts(WG * BLOCKS, BLOCKS, N)
+    PARTS: gl.constexpr = _parts(2 * WG, N)
     accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
     for p in gl.static_range(len(PARTS)):
-        if PARTS[p][2] == 256:
-            first, second = accs[p].reshape(64, 2, 128).permute(0, 2, 1).split()
-            _store_down(first, stages.index(WG), y_desc, row, rows, column, 0, 128)
-            _store_down(second, stages.index(WG), y_desc, row, rows, column, 128, 128)
-        else:
-            beside = 64 * (PARTS[p][0] - WG * BLOCKS)
-            _store_down(accs[p], stages.index(WG), y_desc, row, rows, column + beside, gl.constexpr(PARTS[p][1]), gl.constexpr(PARTS[p][2]))
+        beside = 64 * (PARTS[p][0] - 2 * WG)
+        _store_down(accs[p], stages.index(WG), y_desc, row, rows, column + beside, gl.constexpr(PARTS[p][1]), gl.constexpr(PARTS[p][2]))
 
 
 @gluon.jit
 def _down_producer(
     a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, counter, items,
-    E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr,
+    E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):
     "Fetch weights and rows of h, both by the copy engine."
     STAGES: gl.constexpr = b_bufs.shape[0]
-    BLOCKS: gl.constexpr = a_bufs.shape[0] // STAGES
-    PARTS: gl.constexpr = b_bufs.shape[1] // 64
     it, n, item = 0, 0, gl.program_id(0)
     while item < items:
-        tile = item // COLUMNS
+        tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
-        _tell(slots, told, heard, n, item % COLUMNS, row, rows)
-        line = item % COLUMNS * (BLOCKS * 64)
+        _tell(slots, told, heard, n, column, row, rows)
+        line = column * 256
         parts = (rows + 63) // 64
         for s in range(STEPS):
             i = it % STAGES
             bar = ready.index(i)
             mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            for j in gl.static_range(PARTS): mbarrier.expect(bar, (BLOCKS + j + 1) * 64 * 64 * 2, pred=parts == j + 1)
-            for b in gl.static_range(BLOCKS):
-                tma.async_copy_global_to_shared(w_desc, [e, line + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e < E)
-                if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, line + 64 * b, s * 64], bar, a_bufs.index(BLOCKS * i + b), pred=e >= E)
-            for j in gl.static_range(PARTS):
+            for j in gl.static_range(2): mbarrier.expect(bar, (4 + j + 1) * 64 * 64 * 2, pred=parts == j + 1)
+            for b in gl.static_range(4):
+                tma.async_copy_global_to_shared(w_desc, [e, line + 64 * b, s * 64], bar, a_bufs.index(4 * i + b), pred=e < E)
+                if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, line + 64 * b, s * 64], bar, a_bufs.index(4 * i + b), pred=e >= E)
+            for j in gl.static_range(2):
                 tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, b_bufs.index(i).slice(64 * j, 64), pred=parts > j)
             it += 1
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
@@ -291,26 +288,24 @@ def _down_producer(
 def _hopper_down_kernel(
     tile_expert, tile_row, tile_rows, tiles, w_desc, shared_desc, h_desc, y_desc,
     E: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    SIZES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    SIZES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
     "y[row, n] = down_n·h[row] for every row of every tile; h [rows, I], y [rows, H]."
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    BIG: gl.constexpr = SIZES[len(SIZES) - 1]
-    BLOCKS: gl.constexpr = 2 * (256 // BIG)
-    COLUMNS: gl.constexpr = (H + 64 * BLOCKS - 1) // (64 * BLOCKS)
+    COLUMNS: gl.constexpr = (H + 255) // 256
     STEPS: gl.constexpr = I // 64
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BLOCKS, 1, 64, 64], w_desc.layout)
-    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BIG, 64], h_desc.layout)
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 4, 1, 64, 64], w_desc.layout)
+    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], h_desc.layout)
     stages = gl.allocate_shared_memory(w_desc.dtype, [2, 128, 64], y_desc.layout)
     ready, empty, slots, told, heard = _barriers(1, STAGES)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 32 * BLOCKS, 0, STEPS, SIZES)),
-        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 32 * BLOCKS, 1, STEPS, SIZES)),
+        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 128, 0, STEPS, SIZES)),
+        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 128, 1, STEPS, SIZES)),
         (_down_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows,
-                          tiles + 2, items, E, S, COLUMNS, STEPS)),
+                          tiles + 2, items, E, S, COLUMNS, STEPS, GROUP)),
     ], [4, 1], [216, 72])
 
 # %% ../../nbs/kernels/17_hopper.ipynb #ab5ae610
@@ -330,7 +325,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #253dac3f
+# %% ../../nbs/kernels/17_hopper.ipynb #48d633ee
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -350,7 +345,13 @@ def hopper_refuses(
     return None
 
 
-SIZES = {128: (64, 96, 128), 256: (64, 96, 128, 160, 192, 224, 256)}  # rows of the largest tile → what its tiles are computed as
+HOPPER = (9, 0)  # the compute capability whose instructions these kernels use
+SIZES = (64, 96, 128)  # how many tokens a tile is computed as; the last is the most that it has
+
+
+def _group(sizes: Sizes) -> int:
+    "How many tiles meet a column of weights in turn: 1 where the L2 cache holds an expert's gate and up, else 16, so that weights are read again less often."
+    return 1 if 4 * sizes.I * sizes.H <= 16e6 else 16
 
 
 @lru_cache
@@ -377,22 +378,19 @@ def launch_hopper(
     out: torch.Tensor,
     shared_gate_up_proj: torch.Tensor | None = None,
     shared_down_proj: torch.Tensor | None = None,
-    big: int | None = None,
 ) -> None:
     "The kernels on checked inputs; `hopper_moe` documents the arguments."
     T, K, E, H, I, S = sizes
     x, device = hidden_states, hidden_states.device
-    if capability(device) != (9, 0):
+    if capability(device) != HOPPER:
         raise RuntimeError(f"these kernels need a GPU of compute capability 9.0 (H100, H200), and the tensors are on {device}; "
                            "fused_moe has kernels for others")
     if reason := hopper_refuses(sizes, x, gate_up_proj, down_proj, shared_gate_up_proj, shared_down_proj): raise ValueError(reason)
-    if big is None: big = 128 if T * K / E <= 128 else 256
-    if big not in SIZES: raise ValueError(f"big is {big}; accepted are {' and '.join(map(str, SIZES))} rows")
     if T == 0: return
     index, weights, pdl = top_k_index.contiguous(), top_k_weights.contiguous(), uses_pdl(device)
     dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     with on_device(x):
-        t = sort_padded(index, E, big, 64, S, pdl)
+        t = sort_padded(index, E, SIZES[-1], 64, S, pdl)
         rows = t.order.numel()
         h, y = torch.empty(rows, I, dtype=x.dtype, device=device), torch.empty(rows, H, dtype=x.dtype, device=device)
         experts = _gate_up_blocks(gate_up_proj, E, I, H, gate_up_proj.stride(0), I * gate_up_proj.stride(1), gate_up_proj.stride(1))
@@ -401,14 +399,14 @@ def launch_hopper(
         if shared_gate_up_proj is not None and shared_down_proj is not None:
             shared = _gate_up_blocks(shared_gate_up_proj, S, I, H, I * H, S * I * H, H)
             shared_down = _blocks(shared_down_proj, [S, H, I], [I, S * I, 1], [1, 64, 64])
-        key = (sizes, x.dtype, index.dtype, big, x.stride(0), out.stride(), aligned(out, index, weights))
+        key = (sizes, x.dtype, index.dtype, x.stride(0), out.stride(), aligned(out, index, weights))
         tables = (t.tile_expert, t.tile_row, t.tile_rows, t.tile_count)
-        programs = multiprocessors(device)
+        programs, group = multiprocessors(device), _group(sizes)
         launch(_hopper_gate_up_kernel, key, programs, (t.order, *tables, x),
-               (x.stride(0), experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES[big], 4, pdl),
+               (x.stride(0), experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES, 4, group, pdl),
                num_warps=4, maxnreg=168, **dependent)
         launch(_hopper_down_kernel, key, programs, tables,
-               (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, SIZES[big], 4, pdl),
+               (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, SIZES, 4, group, pdl),
                num_warps=4, maxnreg=168, **dependent)
         launch(_combine_kernel, key, T * triton.cdiv(H, 2048), (y, t.position, index, weights, out), (*out.stride(), E, K, S, H, 2048, pdl),
                num_warps=8, **dependent)
@@ -425,7 +423,6 @@ def hopper_moe(
     skip_invalid: bool = False,  # take indices outside [0, E) silently; they contribute nothing
     shared_gate_up_proj: torch.Tensor | None = None,  # [2·S·I, H]: experts that every token passes through, with weight 1
     shared_down_proj: torch.Tensor | None = None,  # [H, S·I]
-    big: int | None = None,  # rows of the largest tile, 128 or 256; default: by how many rows an expert has on average
 ) -> torch.Tensor:  # [T, H], the dtype of hidden_states; `out` if given
     """Experts by two persistent, warp-specialised products and an ordered sum, on compute capability 9.0. Never synchronises, no atomics.
 
@@ -437,5 +434,5 @@ def hopper_moe(
     sizes = check_inputs(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, skip_invalid,
                          shared_gate_up_proj, shared_down_proj)
     if out is None: out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
-    launch_hopper(sizes, hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, shared_gate_up_proj, shared_down_proj, big)
+    launch_hopper(sizes, hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, shared_gate_up_proj, shared_down_proj)
     return out
