@@ -152,6 +152,14 @@ def hopper_cases(down: bool):
         yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
 
 
+def hopper_rows_cases(down: bool):
+    for case, types, meta, launch in hopper_cases(down):
+        dtype = case[:4]
+        w = described(dtype, [1, 256, 64] if down else [1, 16, 2, 8, 64])
+        meta = {name: value for name, value in meta.items() if name != "SIZES"}
+        yield case, types | dict(w_desc=w, shared_desc=w, h_desc=described(dtype, [64, 64])), meta, launch
+
+
 def combine_cases(arch: int):
     for name, dtype, (E, K, S, H, _), index, types in variants(arch):
         pointers = dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}", position="*i32!", top_k_weights="*fp32")
@@ -174,6 +182,8 @@ KERNELS = {
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
+    "_hopper_rows_gate_up_kernel": ((90,), lambda arch: hopper_rows_cases(down=False)),
+    "_hopper_rows_down_kernel": ((90,), lambda arch: hopper_rows_cases(down=True)),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

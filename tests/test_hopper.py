@@ -1,4 +1,4 @@
-"""The Gluon kernels of kernels/17_hopper: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
+"""The Gluon kernels of kernels/17_hopper and 18_hopper_rows: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
 from __future__ import annotations
 
 import re
@@ -11,10 +11,20 @@ from gluon_sim import Deadlock, simulate
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from dispatch.core.timing import Disagreement, check_agreement
-from dispatch.kernels import hopper
+from dispatch.kernels import hopper, hopper_rows
 from dispatch.kernels.fused_moe import fused_moe
 from dispatch.kernels.hopper import hopper_moe
+from dispatch.kernels.hopper_rows import hopper_rows_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
+
+LAYERS = {"weights as rows": hopper_moe, "tokens as rows": hopper_rows_moe}
+
+
+@pytest.fixture(params=LAYERS.values(), ids=LAYERS.keys())
+def layer(request: pytest.FixtureRequest) -> Any:
+    "Each form of the kernels."
+    return request.param
+
 
 CASES: dict[str, dict[str, Any]] = {
     "one token": dict(T=1, E=8, K=2, H=64, I=64),
@@ -34,21 +44,25 @@ def shared_experts(H: int, I: int, S: int, like: torch.Tensor) -> dict[str, torc
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "`hopper_moe` on a CPU that passes for an H200 with five multiprocessors. The list gets each launch's bytes of shared memory."
     used: list[int] = []
-    def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], **options: Any) -> None:
-        if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, hopper, programs, *tensors, *rest, seed=len(used)))
-        else: kernel[(programs,)](*tensors, *rest)
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 5)
+    for module in (hopper, hopper_rows):
+        def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], module: Any = module,
+                   **options: Any) -> None:
+            # the last argument says whether kernels overlap: here they don't, and what a kernel does early it does all the same
+            if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, module, programs, *tensors, *rest[:-1], True, seed=len(used)))
+            else: kernel[(programs,)](*tensors, *rest)
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 5)
     return used
 
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_group", lambda sizes: group)
+def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, layer: Any, simulated: list[int],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (hopper, hopper_rows): monkeypatch.setattr(module, "_group", lambda sizes: group)
     args = example_inputs(**case, dtype=torch.float16)
-    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
+    check_agreement(layer(*args), reference_moe(*args), "simulated")
     assert len(simulated) == 2
     assert max(simulated) < 232448 - 1024, "a block's shared memory on sm90, less what the launch itself takes and the barriers"
 
@@ -63,12 +77,12 @@ def given_rows(device: str, dtype: torch.dtype, H: int = 64, I: int = 64) -> tup
     return x, gate_up, down, weights, index[:, None].to(device)
 
 
-def test_simulated_every_size_of_tile(simulated: list[int]) -> None:
+def test_simulated_every_size_of_tile(layer: Any, simulated: list[int]) -> None:
     args = given_rows("cpu", torch.float16)
-    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
+    check_agreement(layer(*args), reference_moe(*args), "simulated")
 
 
-def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[int]) -> None:
+def test_simulated_shared_experts_strides_and_nobodys_indices(layer: Any, simulated: list[int]) -> None:
     x, gate_up, down, weights, index = example_inputs(T=140, E=5, K=2, H=128, I=64, dtype=torch.float16)
     index[3, 1], index[77, 0] = -1, 5
     x = torch.cat([x, x.flip(1)], dim=1)[:, 128:]
@@ -76,10 +90,10 @@ def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[in
     shared = shared_experts(128, 64, 2, x)
     want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
     out = torch.empty(128, 140, dtype=x.dtype).t()
-    got = hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared)
+    got = layer(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared)
     assert got is out
     check_agreement(got, want, "simulated, shared")
-    assert torch.equal(got, hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared))
+    assert torch.equal(got, layer(x, gate_up, down, weights, index, skip_invalid=True, **shared))
 
 
 def broken(replacements: dict[str, str]) -> Any:
@@ -165,21 +179,21 @@ GPU_CASES: dict[str, dict[str, Any]] = CASES | {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
-def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype, layer: Any) -> None:
     args = example_inputs(**case, dtype=dtype, device="cuda")
-    got = hopper_moe(*args)
+    got = layer(*args)
     check_agreement(got, reference_moe(*args), "hopper")
-    assert torch.equal(got, hopper_moe(*args[:4], args[4].int()))
+    assert torch.equal(got, layer(*args[:4], args[4].int()))
 
 
 @pytest.mark.gpu
-def test_gpu_every_size_of_tile() -> None:
+def test_gpu_every_size_of_tile(layer: Any) -> None:
     args = given_rows("cuda", torch.bfloat16, 256, 192)
-    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper")
+    check_agreement(layer(*args), reference_moe(*args), "hopper")
 
 
 @pytest.mark.gpu
-def test_gpu_shared_experts_strides_and_nobodys_indices() -> None:
+def test_gpu_shared_experts_strides_and_nobodys_indices(layer: Any) -> None:
     x, gate_up, down, weights, index = example_inputs(T=900, E=20, K=4, H=512, I=320, dtype=torch.bfloat16, device="cuda")
     index[3, 1], index[77, 0] = -1, 20
     x = torch.cat([x, x.flip(1)], dim=1)[:, 512:]
@@ -187,7 +201,7 @@ def test_gpu_shared_experts_strides_and_nobodys_indices() -> None:
     shared = shared_experts(512, 320, 2, x)
     want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
     out = torch.empty(512, 900, dtype=x.dtype, device="cuda").t()
-    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
+    assert layer(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
     check_agreement(out, want, "hopper, shared")
 
 
@@ -202,12 +216,12 @@ def test_gpu_fused_moe_takes_what_the_copy_engine_cannot_read() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_captured_in_a_graph_it_follows_its_inputs() -> None:
+def test_gpu_captured_in_a_graph_it_follows_its_inputs(layer: Any) -> None:
     args = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda")
-    hopper_moe(*args)
+    layer(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): out = hopper_moe(*args)
+    with torch.cuda.graph(graph): out = layer(*args)
     for seed in range(3):
         fresh = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda", seed=seed, distribution="zipf:1.2")
         for a, b in zip(args, fresh, strict=True): a.copy_(b)
@@ -216,9 +230,9 @@ def test_gpu_captured_in_a_graph_it_follows_its_inputs() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_past_two_gigaelements() -> None:
+def test_gpu_offsets_past_two_gigaelements(layer: Any) -> None:
     E, H, I = 200, 4096, 1408  # 2·I·H·E elements of gate and up are 2.3e9
     args = example_inputs(T=64, E=E, K=2, H=H, I=I, dtype=torch.bfloat16, device="cuda")
     args[4][:, 0] = E - 1
     args[4][:, 1] = torch.arange(64, device="cuda") % (E - 1)
-    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper, far weights")
+    check_agreement(layer(*args), reference_moe(*args), "hopper, far weights")
