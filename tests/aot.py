@@ -160,6 +160,13 @@ def hopper_rows_cases(down: bool):
         yield case, types | dict(w_desc=w, shared_desc=w, h_desc=described(dtype, [64, 64])), meta, launch
 
 
+def hopper_layer_cases(arch: int):
+    for (case, types, meta, launch), (_, down_types, _, _) in zip(hopper_rows_cases(False), hopper_rows_cases(True), strict=True):
+        up, down = types["w_desc"], down_types["w_desc"]
+        own = dict(done="*i32!", up_desc=up, shared_up_desc=up, down_desc=down, shared_down_desc=down)
+        yield case, types | own, meta | dict(LAG=14 if meta["GROUP"] == 1 else 1), launch
+
+
 def combine_cases(arch: int):
     for name, dtype, (E, K, S, H, _), index, types in variants(arch):
         pointers = dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}", position="*i32!", top_k_weights="*fp32")
@@ -184,6 +191,7 @@ KERNELS = {
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
     "_hopper_rows_gate_up_kernel": ((90,), lambda arch: hopper_rows_cases(down=False)),
     "_hopper_rows_down_kernel": ((90,), lambda arch: hopper_rows_cases(down=True)),
+    "_hopper_layer_kernel": ((90,), hopper_layer_cases),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

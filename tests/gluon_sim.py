@@ -87,14 +87,15 @@ class Partition(threading.local):
     block: Block
     warps: int = 0
     products: list[Callable[[], None]]
-    stores: list[Callable[[], None]]
+    stores: list[Callable[[], None]]  # that haven't read their stage yet
+    writes: list[Callable[[], None]]  # that have, and nobody else may see them yet
     copies: list[Callable[[], None]]
 
 
 here = Partition()
 
 
-def _enter(block: Block, warps: int) -> None: here.block, here.warps, here.products, here.stores, here.copies = block, warps, [], [], []
+def _enter(block: Block, warps: int) -> None: here.block, here.warps, here.products, here.stores, here.writes, here.copies = block, warps, [], [], [], []
 
 
 def _load(pointer: Address, mask: Any = True, other: Any = 0) -> Any:
@@ -109,11 +110,23 @@ def _where(condition: Any, a: Any, b: Any) -> Any: return torch.where(condition,
 ATOMIC = threading.Lock()
 
 
-def _atomic_add(pointer: Address, more: int) -> int:
+def _atomic_add(pointer: Address, more: int, sem: str = "acq_rel") -> int:
     with ATOMIC:
         old = int(pointer.flat[pointer.offset])
         pointer.flat[pointer.offset] = old + more
+    if not more:  # somebody is waiting for a count
+        if here.block.errors: raise RuntimeError("another partition failed")
+        time.sleep(1e-4)
     return old
+
+
+def _asm(text: str, constraints: str, args: Sequence[Any], **how: Any) -> int:
+    "The two instructions that Gluon has no word for."
+    if text.startswith("cp.async.bulk.wait_group 0;"):
+        _store_wait(0)
+        _run(here.writes, 0)
+    else: assert text.startswith("fence.proxy.async;")
+    return 0
 
 
 def _copy_in(values: Callable[[], torch.Tensor], result: Shared) -> Callable[[], None]:
@@ -149,7 +162,16 @@ def _tma_load(desc: Any, coord: Sequence[int], barrier: Barrier, result: Shared,
 
 
 def _tma_store(desc: Any, coord: Sequence[int], source: Shared) -> None:
-    here.stores.append(lambda: (_tile(desc, coord, source.data), None)[1])
+    def read() -> None:
+        data = source.data.clone()
+        here.writes.append(lambda: (_tile(desc, coord, data), None)[1])
+    here.stores.append(read)
+
+
+def _store_wait(left: int) -> None:
+    "All but so many stores have read their stage; whether others can see them already is another matter."
+    _run(here.stores, left)
+    if here.block.rng.random() < 0.5: _run(here.writes, 0)
 
 
 def _run(queue: list[Callable[[], None]], left: int) -> None:
@@ -215,6 +237,7 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], 
             assert not here.products
             assert not here.copies
             assert not here.stores, "a store was not waited for"
+            _run(here.writes, 0)
         except BaseException as e: block.fail(e)
     threads = [threading.Thread(target=work, args=(f, a, n)) for (f, a), n in zip(functions, (here.warps, *warps), strict=True)]
     for t in threads: t.start()
@@ -233,7 +256,7 @@ def _language(real: Any) -> Any:
     "Gluon's names that a kernel uses."
     return types.SimpleNamespace(
         constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, where=_where, sum=lambda values, axis: int(values.sum(axis)),
-        num_warps=lambda: here.warps, atomic_add=_atomic_add,
+        num_warps=lambda: here.warps, atomic_add=_atomic_add, inline_asm_elementwise=_asm, thread_barrier=lambda: None,
         float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
@@ -248,7 +271,7 @@ def _simulated(module: Any) -> dict[str, Any]:
     names |= dict(
         gl=_language(names["gl"]), gdc_wait=lambda: None, gdc_launch_dependents=lambda: None, fence_async_shared=lambda: None,
         libdevice=types.SimpleNamespace(fast_dividef=torch.div), warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait,
-        tma=types.SimpleNamespace(async_copy_global_to_shared=_tma_load, async_copy_shared_to_global=_tma_store, store_wait=lambda n: _run(here.stores, n)),
+        tma=types.SimpleNamespace(async_copy_global_to_shared=_tma_load, async_copy_shared_to_global=_tma_store, store_wait=_store_wait),
         mbarrier=types.SimpleNamespace(init=_init, wait=_wait, expect=_expect, arrive=_arrive, MBarrierLayout=lambda: None),
         async_copy=types.SimpleNamespace(async_copy_global_to_shared=_async_copy, mbarrier_arrive=_copies_arrive))
     for name, f in list(names.items()):
