@@ -126,8 +126,7 @@ FAULTS: dict[str, tuple[Any, Any, dict[str, str]]] = {
     "early weights twice": (hopper_rows, hopper_rows_moe, {"if it >= EARLY: _fetch": "if it >= 0: _fetch"}),
     "counted before it is stored": (hopper_rows, partial(hopper_rows_moe, together=True), {"cp.async.bulk.wait_group 0;": "fence.proxy.async;"}),
     "the intermediate isn't waited for": (hopper_rows, partial(hopper_rows_moe, together=True), {"while seen < 2 * UP": "while seen < 0"}),
-    "not counted": (hopper_rows, partial(hopper_rows_moe, together=True),
-                    {"            if uncounted >= 0: _count(done, uncounted)\n            if rows": "            if rows"}),
+    "not counted for those who wait": (hopper_rows, partial(hopper_rows_moe, together=True), {"column + 512 if seen < 2 * UP else column": "column"}),
 }
 
 

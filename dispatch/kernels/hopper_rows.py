@@ -229,7 +229,7 @@ def _hopper_rows_down_kernel(
                           tiles + 2, items, E, S, COLUMNS, STEPS, GROUP, PDL)),
     ], [4, 1], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #fd6356dd
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #dbfffdf0
 @gluon.jit
 def _task(item, tiles, UP: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr):
     "Gate-up or not, which tile, which column. Windows of GROUP tiles in order, each one's gate-up followed by the down of the window LAG before."
@@ -262,31 +262,36 @@ def _count(done, tile):
 
 
 @gluon.jit
-def _layer_gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row, column, it, done, uncounted, WG: gl.constexpr, N: gl.constexpr,
-                        STEPS: gl.constexpr):
-    "`_gate_up_tile`, which counts the piece before when its own product is done."
+def _layer_tile(GATE_UP: gl.constexpr, x_bufs, w_bufs, ready, empty, panels, desc, row, column, it, done, uncounted, WG: gl.constexpr,
+                N: gl.constexpr, STEPS: gl.constexpr):
+    "`_gate_up_tile` or `_down_tile`, which counts the piece before when its own product is done."
     acc = _product(x_bufs, w_bufs, ready, empty, it, WG, N, STEPS)
     if uncounted >= 0: _count(done, uncounted)
-    _store(_swiglu(acc, N), panels, h_desc, row, column * (N // 2))
+    if GATE_UP: _store(_swiglu(acc, N), panels, desc, row, column * (N // 2))
+    else: _store(acc, panels, desc, row, column * N)
 
 
 @gluon.jit
 def _layer_consumer(x_bufs, w_bufs, ready, empty, slots, told, heard, panels, h_desc, y_desc, done, WG: gl.constexpr,
                     UP_STEPS: gl.constexpr, DOWN_STEPS: gl.constexpr):
-    "Multiply and store pieces of either kind. What is told as column is that plus 1024 times the tile and one, for gate-up."
+    """Multiply and store pieces of either kind.
+
+    What is told is the column, plus 512 if the fetching warps wait for a count, plus 1024 times the tile and one for gate-up.
+    """
     it, n, uncounted = 0, 0, -1
     code, row, rows = _hear(slots, told, heard, n)
     while rows > 0:
-        tile, column = code // 1024 - 1, code % 1024
+        tile, waits, column = code // 1024 - 1, code // 512 % 2, code % 512
+        if (waits == 1) & (uncounted >= 0):
+            _count(done, uncounted)
+            uncounted = -1
         if tile >= 0:
-            if rows > 64:
-                _layer_gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row + 64 * WG, column, it, done, uncounted, WG, 256, UP_STEPS)
-            else: _layer_gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row, 2 * column + WG, it, done, uncounted, WG, 128, UP_STEPS)
+            if rows > 64: _layer_tile(True, x_bufs, w_bufs, ready, empty, panels, h_desc, row + 64 * WG, column, it, done, uncounted, WG, 256, UP_STEPS)
+            else: _layer_tile(True, x_bufs, w_bufs, ready, empty, panels, h_desc, row, 2 * column + WG, it, done, uncounted, WG, 128, UP_STEPS)
             it += UP_STEPS
         else:
-            if uncounted >= 0: _count(done, uncounted)
-            if rows > 64: _down_tile(x_bufs, w_bufs, ready, empty, panels, y_desc, row + 64 * WG, column, it, WG, 256, DOWN_STEPS)
-            else: _down_tile(x_bufs, w_bufs, ready, empty, panels, y_desc, row, 2 * column + WG, it, WG, 128, DOWN_STEPS)
+            if rows > 64: _layer_tile(False, x_bufs, w_bufs, ready, empty, panels, y_desc, row + 64 * WG, column, it, done, uncounted, WG, 256, DOWN_STEPS)
+            else: _layer_tile(False, x_bufs, w_bufs, ready, empty, panels, y_desc, row, 2 * column + WG, it, done, uncounted, WG, 128, DOWN_STEPS)
             it += DOWN_STEPS
         uncounted, n = tile, n + 1
         code, row, rows = _hear(slots, told, heard, n)
@@ -330,8 +335,8 @@ def _layer_producer(
             n += 1
         elif column < DOWN:
             e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
-            _tell(slots, told, heard, n, column, row, rows)
             seen = gl.atomic_add(done + tile, 0, sem="acquire")
+            _tell(slots, told, heard, n, column + 512 if seen < 2 * UP else column, row, rows)
             while seen < 2 * UP: seen = gl.atomic_add(done + tile, 0, sem="acquire")
             gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
             for s in range(DOWN_STEPS):
