@@ -258,7 +258,7 @@ def doctor(shape: str, tokens: str, dtype: str) -> None:
     console.print(served)
     for b in BACKENDS.values(): console.print(f"  {b.name}: {b.about}", highlight=False)
 
-# %% ../nbs/90_cli.ipynb #cfa9d963
+# %% ../nbs/90_cli.ipynb #0e8f4cde
 def _racers(names: str | None, pythons: dict[str, str], gpu: bool) -> list[str]:
     "The contestants asked for, or all that can run here."
     from dispatch.bench.contestants import CONTESTANTS, PACKAGES
@@ -319,7 +319,7 @@ def standings(
 @main.command()
 @click.option("--shape", metavar="NAME|E,K,H,I", help="The MoE layer.  [default: deepseek-moe-16b; on a CPU 16,4,256,176]")
 @click.option("--tokens", metavar="T[,T…]", help="Tokens in one call.  [default: 1,16,256,4096; on a CPU 1,16]")
-@click.option("--distribution", default="uniform", show_default=True, metavar="NAME", help="The routing: uniform, zipf:S or all-to-one.")
+@click.option("--distribution", default="uniform", show_default=True, metavar="NAME", help="The routing: uniform, zipf:S, all-to-one or trace:FILE.")
 @click.option("--mode", type=click.Choice(["graph", "eager", "both"]),
               help="In a CUDA graph, launched from Python, or both.  [default: both; on a CPU eager]")
 @click.option("--contestants", metavar="NAME[,NAME…]", help="Who runs.  [default: dispatch and all that are installed; on a CPU reference,stock]")
@@ -347,7 +347,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         raise click.UsageError(f"--mode {mode}: CUDA graphs need a GPU, and there is none here; on a CPU the mode is eager")
     sizes, counts = parse_shape(shape or ("deepseek-moe-16b" if gpu else "16,4,256,176")), parse_tokens(tokens or ("1,16,256,4096" if gpu else "1,16"))
     if min(counts) < 1: raise click.BadParameter("0 tokens take no time; accepted are 1 and more", param_hint="--tokens")
-    try: synthetic_routing(1, 2, 1, distribution)
+    try: synthetic_routing(1, sizes.experts, sizes.top_k, distribution)
     except ValueError as e: raise click.BadParameter(str(e), param_hint="--distribution") from e
     where = _pythons(pythons)
     try: names = _racers(contestants, where, gpu)
@@ -390,7 +390,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
 
-# %% ../nbs/90_cli.ipynb #a3d7d388
+# %% ../nbs/90_cli.ipynb #63e41650
 @main.command()
 @click.argument("prompt")
 @click.option("--model", "folder", type=click.Path(path_type=Path), help="A checkpoint folder in the Hugging Face format.  [default: the tiny one]")
@@ -402,16 +402,21 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: the best there is]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: bfloat16 on a GPU, float32 on a CPU]")
 @click.option("--backend", default="auto", show_default=True, help=f"The experts' kernel: auto, {', '.join(BACKENDS)}.")
+@click.option("--record-loads", "loads_file", type=click.Path(path_type=Path, dir_okay=False, writable=True),
+              help="Where to keep how often each expert was chosen, for trace:FILE.")
 def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None,
-             device: str | None, dtype: str | None, backend: str) -> None:
+             device: str | None, dtype: str | None, backend: str, loads_file: Path | None) -> None:
     "Continue PROMPT with a model, streaming; times go to stderr."
+    from dispatch.kernels.routing import write_loads
     from dispatch.model.checkpoint import CheckpointError
     from dispatch.model.config import ConfigError
-    from dispatch.model.deepseek_moe import DeepseekMoE
+    from dispatch.model.deepseek_moe import DeepseekMoE, record_loads
     from dispatch.model.generate import SamplingParams, Times, summarise
     from dispatch.model.generate import generate as tokens_of
     from dispatch.model.tiny import tiny_folder
     from dispatch.model.tokenizer import Detokenizer, TokenizerError, load_tokenizer
+    if loads_file and not os.access(loads_file.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"{loads_file.absolute().parent} is no folder that can be written to", param_hint="--record-loads")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     times, folder = Times(), folder or tiny_folder()
     try:
@@ -421,9 +426,11 @@ def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: flo
         model = DeepseekMoE.load(folder, kind, torch.device(device), backend, progress=folder != tiny_folder())
         begin, out = [i for i in (model.config.bos_token_id,) if i is not None], Detokenizer(tokenizer)
         click.echo(prompt, nl=False)
-        for token in tokens_of(model, begin + tokenizer.encode(prompt, add_special_tokens=False).ids, params, times):
-            click.echo(out.step(token), nl=False)
+        with record_loads(model, f"{folder.name}, continuing a prompt of {len(prompt)} characters") as loads:
+            for token in tokens_of(model, begin + tokenizer.encode(prompt, add_special_tokens=False).ids, params, times):
+                click.echo(out.step(token), nl=False)
         click.echo(out.rest())
+        if loads_file: write_loads(loads(), loads_file)
     except (CheckpointError, ConfigError, TokenizerError, FileNotFoundError, ValueError, RuntimeError) as e:
         raise click.ClickException(str(e)) from e
     found = summarise([times])

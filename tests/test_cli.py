@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from dispatch.cli import main, standings
+from dispatch.kernels.routing import read_loads, synthetic_routing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +54,8 @@ def test_list_runs_nothing() -> None:
     (("bench", "--tokens", "0"), "1 and more"),
     (("bench", "--shape", "gpt"), "deepseek-moe-16b"),
     (("bench", "--distribution", "poisson"), "--distribution"),
+    (("bench", "--distribution", "trace:nowhere.json"), "can't be read"),
+    (("generate", "x", "--record-loads", "/nowhere/loads.json"), "no folder that can be written to"),
     (("bench", "--contestants", "fastest"), "torch-grouped-mm"),
     (("bench", "--python", "vllm"), "NAME=PATH"),
     (("bench", "--python", "vllm=/nowhere/python"), "no interpreter"),
@@ -63,6 +66,19 @@ def test_errors_say_what_is_accepted(args: tuple[str, ...], says: str) -> None:
     assert done.exit_code != 0
     assert says in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_recorded_loads_are_a_routing_for_the_race(tmp_path: Path) -> None:
+    file = tmp_path / "loads.json"
+    assert dispatch("generate", "And the king", "--max-tokens", "3", "--record-loads", str(file)).exit_code == 0
+    loads = read_loads(file)
+    assert len({sum(row) for row in loads.counts}) == 1, "every layer saw every token"
+    assert "continuing a prompt of 12 characters" in loads.source
+    _, index = synthetic_routing(100, len(loads.counts[0]), loads.top_k, f"trace:{file}")
+    assert index.shape == (100, loads.top_k)
+    done = dispatch("bench", "--distribution", f"trace:{file}", "--shape", "6,2,64,64")
+    assert done.exit_code != 0
+    assert f"the trace has {len(loads.counts[0])} experts a layer, the shape 6" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("name", ["1", "phase1", "phase-1", "phase1_kernels"])

@@ -2,6 +2,7 @@
 import itertools
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dispatch.kernels.gemv import gemv_moe
 from dispatch.kernels.hopper import HOPPER
 from dispatch.kernels.persistent import Blocks, PersistentConfig, multiprocessors, persistent_config, persistent_moe
 from dispatch.kernels.reference import Sizes, _look_closer, _sizes, check_inputs, example_inputs, random_experts, reference_moe
-from dispatch.kernels.routing import max_tiles, sort_by_expert, synthetic_routing
+from dispatch.kernels.routing import ExpertLoads, max_tiles, read_loads, sort_by_expert, synthetic_routing, write_loads
 from dispatch.kernels.sort import sort_pairs
 from dispatch.kernels.swap_ab import Product, SwapConfig, swap_ab_moe, swap_config
 
@@ -286,6 +287,39 @@ def test_the_table_names_backends_in_rising_order() -> None:
     for up_to in _table().values():
         assert {b for _, b in up_to} <= BACKENDS.keys()
         assert [t for t, _ in up_to] == sorted({t for t, _ in up_to})
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_a_trace_gives_each_expert_its_share(tmp_path: Path, top_k: int) -> None:
+    counts = [int(1000 / (i + 1)) for i in range(32)]
+    write_loads(ExpertLoads([counts], 6, "made up"), tmp_path / "loads.json")
+    assert read_loads(tmp_path / "loads.json") == ExpertLoads([counts], 6, "made up")
+    _, index = synthetic_routing(20000, 32, top_k, f"trace:{tmp_path}/loads.json", seed=3)
+    assert all(len(set(row)) == top_k for row in index[:200].tolist())
+    share, want = torch.bincount(index.flatten(), minlength=32) / 20000, torch.tensor(counts) / sum(counts) * top_k
+    torch.testing.assert_close(share.float()[want < 0.95], want[want < 0.95] * (top_k - share[want >= 0.95].sum()) / want[want < 0.95].sum(),
+                               rtol=0.1, atol=0.005)
+
+
+def test_each_seed_of_a_trace_draws_a_layer(tmp_path: Path) -> None:
+    write_loads(ExpertLoads([[1] * 4 + [0] * 4, [0] * 4 + [1] * 4], 2, "two halves"), tmp_path / "loads.json")
+    halves = {int(synthetic_routing(50, 8, 2, f"trace:{tmp_path}/loads.json", seed)[1].min()) // 4 for seed in range(8)}
+    assert halves == {0, 1}
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "is no trace of expert loads"), ("[1]", "is no trace"), ('{"counts": []}', "is no trace"),
+    ('{"counts": [], "top_k": 1, "source": ""}', "has no counts"), ('{"counts": [[1, 2], [3]], "top_k": 1, "source": ""}', "has no counts"),
+    ('{"counts": [[1, -2]], "top_k": 1, "source": ""}', "no whole numbers from 0 up"), ('{"counts": [[1, 0.5]], "top_k": 1, "source": ""}', "no whole"),
+    ('{"counts": [[0, 0]], "top_k": 1, "source": ""}', "a layer that nobody chose"),
+    ('{"counts": [[1, 1, 1]], "top_k": 1, "source": ""}', "has 3 experts a layer, the shape 2"),
+    ('{"counts": [[1, 0]], "top_k": 1, "source": ""}', "fewer than 2 experts of a layer"),
+])
+def test_a_bad_trace_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "loads.json").write_text(text)
+    with pytest.raises(ValueError, match=message): synthetic_routing(4, 2, 2, f"trace:{tmp_path}/loads.json")
+    with pytest.raises(ValueError, match="can't be read"): synthetic_routing(4, 2, 2, f"trace:{tmp_path}")
+    with pytest.raises(ValueError, match=r"accepted are uniform, zipf:S .*, all-to-one and trace:FILE"): synthetic_routing(4, 2, 2, "trace")
 
 
 @pytest.mark.parametrize("S", [1, 2, 3])

@@ -49,6 +49,7 @@ def test_a_changed_row_makes_the_page_stale(tmp_path: Path) -> None:
     changed = 0
     for manifest in (tmp_path / "results").glob("phase-1/*/manifest.json"):
         rows = manifest.with_name("kernels.jsonl")
+        if not rows.exists(): continue  # a later part without a race
         lines = [json.loads(line) for line in rows.read_text().splitlines()]
         lines[1]["median_us"] *= 1.5
         rows.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -123,7 +123,7 @@ def choose_backend(
         gpu = gpu or name
     return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu or "")
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #6e418f5d
+# %% ../../nbs/kernels/19_fused_moe.ipynb #51df1f86
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -186,10 +186,10 @@ def fused_moe(
 ) -> torch.Tensor:  # [T, H], the dtype of hidden_states; `out` if given
     """The experts of one MoE layer, y_t = Σ_k w_tk · down_e(silu(gate_e x_t) ⊙ up_e x_t) with e = top_k_index[t, k], plus shared experts.
 
-    Any strides are taken, and weights are never copied. Raises ValueError, TypeError or IndexError naming the argument for a
-    wrong shape, dtype, device, backend or (on a CPU, or with DISPATCH_CHECK=1) index; RuntimeError for inputs that require
-    gradients, and for a Triton backend on a device that can't run it. On a GPU an index outside [0, E) contributes nothing,
-    and the Triton backends never synchronise with the host (the reference does). Works under torch.compile and in CUDA graphs.
+    Any strides are taken (a backend that is named may refuse some, as `hopper` does), and weights are never copied. Raises ValueError,
+    TypeError or IndexError naming the argument for a wrong shape, dtype, device, backend or (on a CPU, or with DISPATCH_CHECK=1) index; RuntimeError for
+    inputs that require gradients, and for a Triton backend on a device that can't run it. On a GPU an index outside [0, E) contributes
+    nothing, and the Triton backends never synchronise with the host (the reference does). Works under torch.compile and in CUDA graphs.
     """
     if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend is {backend!r}; accepted are 'auto', {', '.join(map(repr, BACKENDS))}")

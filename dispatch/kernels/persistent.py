@@ -21,7 +21,8 @@ from .sort import sort_pairs
 from .swap_ab import _sum_rows_kernel
 
 # %% auto #0
-__all__ = ['Blocks', 'PersistentConfig', 'persistent_config', 'multiprocessors', 'launch_persistent', 'persistent_moe']
+__all__ = ['Blocks', 'PersistentConfig', 'persistent_config', 'tile_group', 'multiprocessors', 'launch_persistent',
+           'persistent_moe']
 
 # %% ../../nbs/kernels/16_persistent.ipynb #94498fb0
 @triton.jit
@@ -151,7 +152,7 @@ def _persistent_down_kernel(
         _down_unit(h, w, y, top_k_weights, order, e, row, end, column, stride_we, stride_wn, stride_wi,
                    shared_offset, E, K, S, H, I, BLOCK_M, BLOCK_N, BLOCK_K)
 
-# %% ../../nbs/kernels/16_persistent.ipynb #b3559221
+# %% ../../nbs/kernels/16_persistent.ipynb #43472fc5
 @dataclass(frozen=True)
 class Blocks:
     "How one of the two products is cut."
@@ -178,15 +179,24 @@ def persistent_config(
     experts: int,  # E + S
     element_bytes: int = 2,  # 2 for bf16 and fp16, 4 for float32
     capability: tuple[int, int] = (9, 0),  # of the GPU
+    group: int = 1,  # as tile_group says for a shape
 ) -> PersistentConfig:
     "The configuration by element size, GPU, and whether an expert has 64 rows on average."
-    if element_bytes == 4: return PersistentConfig(32, Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2), 16, False, capability >= (9, 0))
+    if element_bytes == 4: return PersistentConfig(32, Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2), group, False, capability >= (9, 0))
     block_m, warps = (128, 8) if pairs >= 64 * experts else (64, 4)
-    if capability >= (9, 0): return PersistentConfig(block_m, Blocks(128, 64, warps, 4), Blocks(256, 64, warps, 4), 16, False, True)
+    if capability >= (9, 0): return PersistentConfig(block_m, Blocks(128, 64, warps, 4), Blocks(256, 64, warps, 4), group, False, True)
     stages = 4 if capability == (8, 0) else 3  # 163 KB of shared memory, else 99
-    return PersistentConfig(block_m, Blocks(128, 32, warps, stages), Blocks(256, 32, warps, stages), 16, False, False)
+    return PersistentConfig(block_m, Blocks(128, 32, warps, stages), Blocks(256, 32, warps, stages), group, False, False)
 
-# %% ../../nbs/kernels/16_persistent.ipynb #997d45b9
+
+def tile_group(
+    hidden: int,  # H
+    intermediate: int,  # I
+) -> int:
+    "How many tiles meet a column of weights in turn: 1 where the L2 cache easily holds an expert's gate and up, else 16, to read weights less often."
+    return 1 if 4 * intermediate * hidden <= 16e6 else 16
+
+# %% ../../nbs/kernels/16_persistent.ipynb #cde2e7e7
 @lru_cache
 def multiprocessors(
     device: torch.device,
@@ -213,7 +223,7 @@ def launch_persistent(
     device, x = hidden_states.device, hidden_states
     require_gpu_or_interpreter(x, _persistent_gate_up_kernel)
     pairs, index, weights = T * (K + S), top_k_index.contiguous(), top_k_weights.contiguous()
-    c = config or persistent_config(pairs, E + S, x.element_size(), capability(device))
+    c = config or persistent_config(pairs, E + S, x.element_size(), capability(device), tile_group(H, I))
     h, y = torch.empty(pairs * (I + H), dtype=x.dtype, device=device).split((pairs * I, pairs * H))
     dependent = {"launch_pdl": True} if c.pdl else {}
     key, far_up, far_down = call_key(sizes, x, gate_up_proj, down_proj, weights, index, out, shared_gate_up_proj, shared_down_proj)
