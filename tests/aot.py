@@ -28,7 +28,7 @@ from dispatch.kernels.hopper import SIZES
 from dispatch.kernels.persistent import persistent_config
 from dispatch.kernels.swap_ab import swap_config
 
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a block can opt in to, CUDA C++ programming guide
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes a block can opt in to, CUDA C++ programming guide
 FALLBACK = (80, 86, 89, 90)
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GEMM = dict(pairs="*i32", ends="*i32", tile_expert="*i32", tile_row="*i32", top_k_weights="*fp32", H="i32", I="i32",
@@ -119,9 +119,9 @@ def gemv_cases(arch: int, down: bool):
 
 def sort_cases(arch: int):
     tables = dict.fromkeys(("order", "ends", "tile_expert", "tile_row", "tile_rows", "position", "count", "counts"), "*i32!")  # pieces of one tensor
-    for index, E, S, chunk, chunks in (("i64", 64, 2, 2048, 32), ("i32", 256, 0, 128, 1)):
+    for index, E, S, chunk, several in (("i64", 64, 2, 2048, 32), ("i64", 512, 1, 2048, 4), ("i32", 256, 0, 128, 0)):
         for pad in (1, 64):
-            meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, CHUNKS=chunks, PAD=pad, PDL=arch >= 90)
+            meta = dict(E=E, K=6, S=S, BINS=triton.next_power_of_2(E + S), BLOCK=64, CHUNK=chunk, LINES=several, PAD=pad, PDL=arch >= 90)
             yield f"{index}, E={E}, pad {pad}", dict(index=f"*{index}") | tables, meta, (4, 3)
 
 
@@ -147,7 +147,7 @@ def hopper_cases(down: bool):
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
     for dtype, (E, K, S, H, I) in (("bf16", (64, 6, 0, 2048, 1408)), ("fp16", (60, 4, 2, 2048, 1408)), ("bf16", (8, 2, 0, 4096, 14336))):
         rows, w = described(dtype, [64, 64]), described(dtype, [1, 64, 64] if down else [1, 4, 2, 8, 64])
-        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows)
+        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows, stride_x8="i32!")
         meta = dict(E=E, S=S, H=H, I=I, SIZES=SIZES, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
         yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
 
@@ -184,8 +184,8 @@ KERNELS = {
     "_gemv_down_kernel": (FALLBACK, lambda arch: gemv_cases(arch, down=True)),
     "_swap_gate_up_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=False)),
     "_swap_down_kernel": (FALLBACK, lambda arch: swap_cases(arch, down=True)),
-    "_persistent_gate_up_kernel": (FALLBACK, lambda arch: persistent_cases(arch, down=False)),
-    "_persistent_down_kernel": (FALLBACK, lambda arch: persistent_cases(arch, down=True)),
+    "_persistent_gate_up_kernel": ((*FALLBACK, 120), lambda arch: persistent_cases(arch, down=False)),
+    "_persistent_down_kernel": ((*FALLBACK, 120), lambda arch: persistent_cases(arch, down=True)),
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),

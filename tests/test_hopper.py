@@ -6,6 +6,7 @@ import types
 from functools import partial
 from typing import Any
 
+import gluon_sim
 import pytest
 import torch
 from gluon_sim import Deadlock, simulate
@@ -17,6 +18,7 @@ from dispatch.kernels.fused_moe import fused_moe
 from dispatch.kernels.hopper import hopper_moe
 from dispatch.kernels.hopper_rows import hopper_rows_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
+from dispatch.kernels.sort import sort_padded
 
 LAYERS = {"weights as rows": hopper_moe, "tokens as rows": hopper_rows_moe, "in one launch": partial(hopper_rows_moe, together=True)}
 
@@ -61,7 +63,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, layer: Any, simulated: list[int],
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hopper, hopper_rows): monkeypatch.setattr(module, "_group", lambda sizes: group)
+    for module in (hopper, hopper_rows): monkeypatch.setattr(module, "tile_group", lambda hidden, intermediate: group)
     args = example_inputs(**case, dtype=torch.float16)
     check_agreement(layer(*args), reference_moe(*args), "simulated")
     assert len(simulated) in (1, 2)
@@ -113,6 +115,23 @@ def broken(original: Any, replacements: dict[str, str]) -> Any:
         vars(module)[name] = GluonJITFunction.__new__(GluonJITFunction)
         vars(module)[name].__dict__["fn"] = plain
     return module
+
+
+def test_pieces_in_one_launch_are_each_told_once(simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    "Also where the last window of tiles isn't full."
+    told: list[int] = []
+    names = gluon_sim._simulated
+    def simulated_names(module: Any) -> dict[str, Any]:
+        found = names(module)
+        plain = found["_tell"]
+        found["_tell"] = lambda *args: (told.append(args[-1]), plain(*args))[1]
+        return found
+    monkeypatch.setattr(gluon_sim, "_simulated", simulated_names)
+    monkeypatch.setattr(hopper_rows, "tile_group", lambda hidden, intermediate: 16)
+    args = example_inputs(T=100, E=3, K=2, H=1024, I=128, dtype=torch.float16)
+    check_agreement(hopper_rows_moe(*args, together=True), reference_moe(*args), "simulated")
+    tiles = int(sort_padded(args[4], 3, 128, 64).tile_count[0])
+    assert sum(rows > 0 for rows in told) == tiles * (1 + 4)
 
 
 FAULTS: dict[str, tuple[Any, Any, dict[str, str]]] = {
@@ -221,6 +240,8 @@ def test_gpu_fused_moe_takes_what_the_copy_engine_cannot_read() -> None:
     x, gate_up, down, weights, index = example_inputs(T=3000, E=8, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda")
     want = reference_moe(x, gate_up, down, weights, index)
     check_agreement(fused_moe(x, gate_up, down, weights, index), want, "auto")
+    wide = torch.cat([x, x[:, :8]], dim=1)[:, :512]  # rows 520 elements apart: a multiple of 8 and not of 16
+    check_agreement(fused_moe(wide, gate_up, down, weights, index, backend="hopper"), want, "rows of 520")
     x = torch.stack([x, x], dim=2)[:, :, 0]
     with pytest.raises(ValueError, match="hidden_states has strides"): fused_moe(x, gate_up, down, weights, index, backend="hopper")
     check_agreement(fused_moe(x, gate_up, down, weights, index), want, "auto, strided")

@@ -154,7 +154,7 @@ def _swiglu(acc, N: gl.constexpr, dtype: gl.constexpr):
     gate, up = acc.reshape(4, 2, 8, N).permute(0, 2, 3, 1).split()
     return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).to(dtype).reshape(32, N)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #f4f0c234
+# %% ../../nbs/kernels/17_hopper.ipynb #23b4d0b1
 @gluon.jit
 def _gate_up_tile(
     a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
@@ -173,7 +173,7 @@ def _gate_up_tile(
 
 @gluon.jit
 def _gate_up_producer(
-    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, counter, items,
+    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):
     "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero."
@@ -190,7 +190,7 @@ def _gate_up_producer(
         x_ptr, real = (), ()
         for j in gl.static_range(2):
             pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
-            x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * stride_xt + k[None, :],)  # type: ignore[assignment]
+            x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
             real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
         for s in range(STEPS):
             i = it % STAGES
@@ -211,11 +211,11 @@ def _gate_up_producer(
 
 @gluon.jit
 def _hopper_gate_up_kernel(
-    order, tile_expert, tile_row, tile_rows, tiles, x, stride_xt, w_desc, shared_desc, h_desc,
+    order, tile_expert, tile_row, tile_rows, tiles, x, stride_x8, w_desc, shared_desc, h_desc,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
     SIZES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
-    "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H], h [rows, I]."
+    "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H] with rows 8·stride_x8 elements apart, h [rows, I]."
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -229,7 +229,7 @@ def _hopper_gate_up_kernel(
     gl.warp_specialize([
         (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 0, STEPS, SIZES)),
         (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 1, STEPS, SIZES)),
-        (_gate_up_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row,
+        (_gate_up_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row,
                              tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
@@ -325,7 +325,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #8baad8d2
+# %% ../../nbs/kernels/17_hopper.ipynb #68cb53c6
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -398,7 +398,7 @@ def launch_hopper(
         tables = (t.tile_expert, t.tile_row, t.tile_rows, t.tile_count)
         programs, group = multiprocessors(device), tile_group(H, I)
         launch(_hopper_gate_up_kernel, key, programs, (t.order, *tables, x),
-               (x.stride(0), experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES, 4, group, pdl),
+               (x.stride(0) // 8, experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES, 4, group, pdl),
                num_warps=4, maxnreg=168, **dependent)
         launch(_hopper_down_kernel, key, programs, tables,
                (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, SIZES, 4, group, pdl),

@@ -85,7 +85,7 @@ def _consumer(TILE: gl.constexpr, x_bufs, w_bufs, ready, empty, slots, told, hea
         column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #22a196e4
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #505165b1
 @gluon.jit
 def _swiglu(acc, N: gl.constexpr):
     "[64, N/2] from [64, N], of whose groups of 16 columns the first eight are gate, the others up."
@@ -102,7 +102,7 @@ def _gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row, column, it,
 
 @gluon.jit
 def _gate_up_producer(
-    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row, tile_rows, counter, items,
+    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):
     "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero."
@@ -118,7 +118,7 @@ def _gate_up_producer(
         x_ptr, real = (), ()
         for j in gl.static_range(2):
             pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
-            x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * stride_xt + k[None, :],)  # type: ignore[assignment]
+            x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
             real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
         for s in range(STEPS):
             i = it % STAGES
@@ -137,7 +137,7 @@ def _gate_up_producer(
 
 @gluon.jit
 def _hopper_rows_gate_up_kernel(
-    order, tile_expert, tile_row, tile_rows, tiles, x, stride_xt, w_desc, shared_desc, h_desc,
+    order, tile_expert, tile_row, tile_rows, tiles, x, stride_x8, w_desc, shared_desc, h_desc,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
     "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H], h [rows, I]."
@@ -155,7 +155,7 @@ def _hopper_rows_gate_up_kernel(
     gl.warp_specialize([
         (_consumer, (gl.constexpr(_gate_up_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, first, h_desc, 0, STEPS)),
         (_consumer, (gl.constexpr(_gate_up_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, second, h_desc, 1, STEPS)),
-        (_gate_up_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_xt, order, tile_expert, tile_row,
+        (_gate_up_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row,
                              tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
@@ -229,7 +229,7 @@ def _hopper_rows_down_kernel(
                           tiles + 2, items, E, S, COLUMNS, STEPS, GROUP, PDL)),
     ], [4, 1], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #dbfffdf0
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #4fce5828
 @gluon.jit
 def _task(item, tiles, UP: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr):
     "Gate-up or not, which tile, which column. Windows of GROUP tiles in order, each one's gate-up followed by the down of the window LAG before."
@@ -301,7 +301,7 @@ def _layer_consumer(x_bufs, w_bufs, ready, empty, slots, told, heard, panels, h_
 
 @gluon.jit
 def _layer_producer(
-    x_bufs, w_bufs, ready, empty, slots, told, heard, up_desc, shared_up_desc, down_desc, shared_down_desc, x, stride_xt, h_desc, order,
+    x_bufs, w_bufs, ready, empty, slots, told, heard, up_desc, shared_up_desc, down_desc, shared_down_desc, x, stride_x8, h_desc, order,
     tile_expert, tile_row, tile_rows, counter, done, tiles, total, E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, UP: gl.constexpr,
     DOWN: gl.constexpr, UP_STEPS: gl.constexpr, DOWN_STEPS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr,
 ):
@@ -319,7 +319,7 @@ def _layer_producer(
             x_ptr, real = (), ()
             for j in gl.static_range(2):
                 pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
-                x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * stride_xt + k[None, :],)  # type: ignore[assignment]
+                x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
                 real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
             for s in range(UP_STEPS):
                 i = it % STAGES
@@ -333,7 +333,7 @@ def _layer_producer(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 it += 1
             n += 1
-        elif column < DOWN:
+        elif (up == 0) & (column < DOWN):
             e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
             seen = gl.atomic_add(done + tile, 0, sem="acquire")
             _tell(slots, told, heard, n, column + 512 if seen < 2 * UP else column, row, rows)
@@ -359,7 +359,7 @@ def _layer_producer(
 
 @gluon.jit
 def _hopper_layer_kernel(
-    order, tile_expert, tile_row, tile_rows, tiles, done, x, stride_xt, up_desc, shared_up_desc, down_desc, shared_down_desc, h_desc, y_desc,
+    order, tile_expert, tile_row, tile_rows, tiles, done, x, stride_x8, up_desc, shared_up_desc, down_desc, shared_down_desc, h_desc, y_desc,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LAG: gl.constexpr, PDL: gl.constexpr,
 ):
@@ -379,12 +379,12 @@ def _hopper_layer_kernel(
     gl.warp_specialize([
         (_layer_consumer, (x_bufs, w_bufs, ready, empty, slots, told, heard, first, h_desc, y_desc, done, 0, H // 64, I // 64)),
         (_layer_consumer, (x_bufs, w_bufs, ready, empty, slots, told, heard, second, h_desc, y_desc, done, 1, H // 64, I // 64)),
-        (_layer_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, up_desc, shared_up_desc, down_desc, shared_down_desc, x, stride_xt,
+        (_layer_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, up_desc, shared_up_desc, down_desc, shared_down_desc, x, stride_x8,
                            h_desc, order, tile_expert, tile_row, tile_rows, tiles + 1, done, count, total, E, SLOTS, S, UP, DOWN, H // 64, I // 64,
                            GROUP, LAG)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #99cc6191
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #4e498f98
 def launch_hopper_rows(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -425,11 +425,11 @@ def launch_hopper_rows(
         if together:
             lag = max(1, triton.cdiv(2 * programs, group * (triton.cdiv(I, 128) + triton.cdiv(H, 256))))
             launch(_hopper_layer_kernel, key, programs, (t.order, *tables, t.tile_done, x),
-                   (x.stride(0), experts, shared, down, shared_down, h_blocks, y_blocks, E, K + S, S, H, I, 4, group, lag, pdl),
+                   (x.stride(0) // 8, experts, shared, down, shared_down, h_blocks, y_blocks, E, K + S, S, H, I, 4, group, lag, pdl),
                    num_warps=4, maxnreg=168, **dependent)
         else:
             launch(_hopper_rows_gate_up_kernel, key, programs, (t.order, *tables, x),
-                   (x.stride(0), experts, shared, h_blocks, E, K + S, S, H, I, 4, group, pdl), num_warps=4, maxnreg=168, **dependent)
+                   (x.stride(0) // 8, experts, shared, h_blocks, E, K + S, S, H, I, 4, group, pdl), num_warps=4, maxnreg=168, **dependent)
             launch(_hopper_rows_down_kernel, key, programs, tables,
                    (down, shared_down, h_blocks, y_blocks, E, S, H, I, 4, group, pdl), num_warps=4, maxnreg=168, **dependent)
         launch(_combine_kernel, key, T * triton.cdiv(H, 2048), (y, t.position, index, weights, out), (*out.stride(), E, K, S, H, 2048, pdl),

@@ -152,7 +152,7 @@ def _persistent_down_kernel(
         _down_unit(h, w, y, top_k_weights, order, e, row, end, column, stride_we, stride_wn, stride_wi,
                    shared_offset, E, K, S, H, I, BLOCK_M, BLOCK_N, BLOCK_K)
 
-# %% ../../nbs/kernels/16_persistent.ipynb #43472fc5
+# %% ../../nbs/kernels/16_persistent.ipynb #457f4c2e
 @dataclass(frozen=True)
 class Blocks:
     "How one of the two products is cut."
@@ -184,9 +184,9 @@ def persistent_config(
     "The configuration by element size, GPU, and whether an expert has 64 rows on average."
     if element_bytes == 4: return PersistentConfig(32, Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2), group, False, capability >= (9, 0))
     block_m, warps = (128, 8) if pairs >= 64 * experts else (64, 4)
-    if capability >= (9, 0): return PersistentConfig(block_m, Blocks(128, 64, warps, 4), Blocks(256, 64, warps, 4), group, False, True)
+    if capability[0] in (9, 10): return PersistentConfig(block_m, Blocks(128, 64, warps, 4), Blocks(256, 64, warps, 4), group, False, True)
     stages = 4 if capability == (8, 0) else 3  # 163 KB of shared memory, else 99
-    return PersistentConfig(block_m, Blocks(128, 32, warps, stages), Blocks(256, 32, warps, stages), group, False, False)
+    return PersistentConfig(block_m, Blocks(128, 32, warps, stages), Blocks(256, 32, warps, stages), group, False, capability >= (9, 0))
 
 
 def tile_group(

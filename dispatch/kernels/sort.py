@@ -32,7 +32,7 @@ def _expert_of(index, pair, mask, E: tl.constexpr, K: tl.constexpr, S: tl.conste
         e = tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
         return tl.where(mask & (s >= K), E + s - K, e)
 
-# %% ../../nbs/kernels/13_sort.ipynb #8a798c2d
+# %% ../../nbs/kernels/13_sort.ipynb #44ef4f22
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(index, counts, pairs, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
                   PDL: tl.constexpr):
@@ -46,7 +46,7 @@ def _count_kernel(index, counts, pairs, E: tl.constexpr, K: tl.constexpr, S: tl.
 @triton.jit(do_not_specialize=["pairs", "tiles", "chunks"])
 def _sort_kernel(
     index, counts, order, ends, tile_expert, tile_row, tile_rows, position, count, pairs, tiles, chunks,
-    E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr,
     PAD: tl.constexpr, PDL: tl.constexpr,
 ):
     "Chunk c of expert e: order [rows], the pair of each row; at c = 0 ends[e], and e's tiles. PAD > 1: experts start at its multiples; each pair's row too."
@@ -56,14 +56,17 @@ def _sort_kernel(
     ids = _expert_of(index, p, p < pairs, E, K, S)
     match = (ids == e).to(tl.int32)
     if PDL: gdc_launch_dependents()
-    if CHUNKS == 1:
+    if LINES == 0:  # one chunk
         total, earlier = tl.histogram(ids, BINS, mask=ids >= 0), 0
     else:
         if PDL: gdc_wait()  # for the counts
-        which = tl.arange(0, CHUNKS)[:, None]
-        each = tl.load(counts + which * BINS + bins[None, :], mask=which < chunks, other=0)
-        total = tl.sum(each, 0)
-        earlier = tl.sum(tl.sum(tl.where((which < c) & (bins[None, :] == e), each, 0), 0), 0)
+        total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+        for c0 in range(0, chunks, LINES):
+            which = c0 + tl.arange(0, LINES)[:, None]
+            each = tl.load(counts + which * BINS + bins[None, :], mask=which < chunks, other=0)
+            total += tl.sum(each, 0)
+            before += tl.sum(tl.where(which < c, each, 0), 0)
+        earlier = tl.sum(tl.where(bins == e, before, 0), 0)
     start = tl.sum(tl.where(bins < e, (total + PAD - 1) // PAD * PAD, 0), 0)
     row = start + earlier + tl.cumsum(match, 0) - 1
     tl.store(order + row, p, mask=match != 0)
@@ -84,7 +87,7 @@ def _sort_kernel(
         m = m0 + tl.arange(0, 32)
         tl.store(tile_expert + m, tl.full((32,), -1, tl.int32), mask=m < tiles)
 
-# %% ../../nbs/kernels/13_sort.ipynb #6865339f
+# %% ../../nbs/kernels/13_sort.ipynb #3a8bfbb5
 def uses_pdl(
     device: torch.device,
 ) -> bool:
@@ -124,7 +127,7 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
         ends.zero_()
         count.zero_()
         return ExpertTiles(order, ends, expert, row, rows), position, count
-    ids, several = (experts, K, shared, bins), triton.next_power_of_2(chunks)
+    ids, several = (experts, K, shared, bins), max(1, min(32, 4096 // bins)) if chunks > 1 else 0
     key = (ids, block, chunk, several, pad, pdl, top_k_index.dtype, T, aligned(top_k_index))
     dependent = {"launch_pdl": True} if pdl and chunks > 1 else {}
     with on_device(top_k_index):
