@@ -85,7 +85,7 @@ def _consumer(TILE: gl.constexpr, x_bufs, w_bufs, ready, empty, slots, told, hea
         column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #505165b1
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #80b5aea4
 @gluon.jit
 def _swiglu(acc, N: gl.constexpr):
     "[64, N/2] from [64, N], of whose groups of 16 columns the first eight are gate, the others up."
@@ -101,36 +101,46 @@ def _gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row, column, it,
 
 
 @gluon.jit
-def _gate_up_producer(
-    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
-    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+def _fetch_gate_up(
+    x_bufs, w_bufs, ready, empty, it, w_desc, shared_desc, x, stride_x8, order, e, row, rows, column,
+    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, STEPS: gl.constexpr,
 ):
-    "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero."
+    "Weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero. Gives the next `it`."
     STAGES: gl.constexpr = x_bufs.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    x_ptr, real = (), ()
+    for j in gl.static_range(2):
+        pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
+        x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
+        real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
+    for s in range(STEPS):
+        i = it % STAGES
+        bar = ready.index(i)
+        mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
+        mbarrier.expect(bar, 256 * 64 * 2)
+        tma.async_copy_global_to_shared(w_desc, [e, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e < E)
+        if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e >= E)
+        for j in gl.static_range(2):
+            if rows > 64 * j: async_copy.async_copy_global_to_shared(x_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        it += 1
+    return it
+
+
+@gluon.jit
+def _gate_up_producer(
+    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
+    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+):
+    "Take pieces and fetch for them."
     it, n, item = 0, 0, gl.program_id(0)
     while item < items:
         tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
         _tell(slots, told, heard, n, column, row, rows)
-        x_ptr, real = (), ()
-        for j in gl.static_range(2):
-            pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
-            x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
-            real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
-        for s in range(STEPS):
-            i = it % STAGES
-            bar = ready.index(i)
-            mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            mbarrier.expect(bar, 256 * 64 * 2)
-            tma.async_copy_global_to_shared(w_desc, [e, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e < E)
-            if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e >= E)
-            for j in gl.static_range(2):
-                if rows > 64 * j: async_copy.async_copy_global_to_shared(x_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            it += 1
+        it = _fetch_gate_up(x_bufs, w_bufs, ready, empty, it, w_desc, shared_desc, x, stride_x8, order, e, row, rows, column, E, SLOTS, S, STEPS)
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
     _tell(slots, told, heard, n, 0, 0, 0)
 
@@ -159,7 +169,7 @@ def _hopper_rows_gate_up_kernel(
                              tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #8c417985
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #811f96a9
 @gluon.jit
 def _down_tile(x_bufs, w_bufs, ready, empty, panels, y_desc, row, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
     "One warp group's piece of y, [64, N]."
@@ -175,11 +185,32 @@ def _fetch(w_desc, shared_desc, bar, w_buf, e, line, k, E: gl.constexpr, S: gl.c
 
 
 @gluon.jit
+def _fetch_down(
+    x_bufs, w_bufs, ready, empty, it, w_desc, shared_desc, h_desc, e, row, rows, column,
+    E: gl.constexpr, S: gl.constexpr, STEPS: gl.constexpr, EARLY: gl.constexpr, SILENT: gl.constexpr,
+):
+    "Weights (but for the EARLY first stages) and rows of h, both by the copy engine; SILENT arrivals are nobody's here. Gives the next `it`."
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    for s in range(STEPS):
+        i = it % STAGES
+        bar = ready.index(i)
+        mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
+        if it >= EARLY: _fetch(w_desc, shared_desc, bar, w_bufs.index(i).reshape([1, 256, 64]), e, column * 256, s * 64, E, S)
+        if SILENT > 0: mbarrier.arrive(bar, count=SILENT)
+        mbarrier.expect(bar, 64 * 64 * 2, pred=rows <= 64)
+        mbarrier.expect(bar, 128 * 64 * 2, pred=rows > 64)
+        for j in gl.static_range(2):
+            tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, x_bufs.index(i).slice(64 * j, 64), pred=rows > 64 * j)
+        it += 1
+    return it
+
+
+@gluon.jit
 def _down_producer(
     x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
-    "Fetch weights and rows of h, both by the copy engine."
+    "Take pieces and fetch for them, weights of the first before the intermediate is there."
     STAGES: gl.constexpr = x_bufs.shape[0]
     EARLY: gl.constexpr = (STAGES if STAGES < STEPS else STEPS) if PDL else 0
     it, n, item = 0, 0, gl.program_id(0)
@@ -193,16 +224,7 @@ def _down_producer(
         tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
         _tell(slots, told, heard, n, column, row, rows)
-        for s in range(STEPS):
-            i = it % STAGES
-            bar = ready.index(i)
-            mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            if it >= EARLY: _fetch(w_desc, shared_desc, bar, w_bufs.index(i), e, column * 256, s * 64, E, S)
-            mbarrier.expect(bar, 64 * 64 * 2, pred=rows <= 64)
-            mbarrier.expect(bar, 128 * 64 * 2, pred=rows > 64)
-            for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, x_bufs.index(i).slice(64 * j, 64), pred=rows > 64 * j)
-            it += 1
+        it = _fetch_down(x_bufs, w_bufs, ready, empty, it, w_desc, shared_desc, h_desc, e, row, rows, column, E, S, STEPS, EARLY, 0)
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
     _tell(slots, told, heard, n, 0, 0, 0)
 
@@ -229,7 +251,7 @@ def _hopper_rows_down_kernel(
                           tiles + 2, items, E, S, COLUMNS, STEPS, GROUP, PDL)),
     ], [4, 1], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_rows.ipynb #4fce5828
+# %% ../../nbs/kernels/18_hopper_rows.ipynb #88a6696f
 @gluon.jit
 def _task(item, tiles, UP: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr):
     "Gate-up or not, which tile, which column. Windows of GROUP tiles in order, each one's gate-up followed by the down of the window LAG before."
@@ -305,33 +327,15 @@ def _layer_producer(
     tile_expert, tile_row, tile_rows, counter, done, tiles, total, E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, UP: gl.constexpr,
     DOWN: gl.constexpr, UP_STEPS: gl.constexpr, DOWN_STEPS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr,
 ):
-    "Take pieces from the queue and fetch for them, weights and rows of h by the copy engine, tokens by asynchronous copies."
-    STAGES: gl.constexpr = x_bufs.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    k = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    "Take pieces from the queue and fetch for them; down waits until its tile's rows of h are counted."
     it, n, item = 0, 0, gl.atomic_add(counter, 1)
     while item < total:
         up, tile, column = _task(item, tiles, UP, DOWN, GROUP, LAG)
         if up & (column < UP):
             e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
             _tell(slots, told, heard, n, column + 1024 * (tile + 1), row, rows)
-            x_ptr, real = (), ()
-            for j in gl.static_range(2):
-                pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
-                x_ptr += (x + (pair // SLOTS).to(gl.int64)[:, None] * (stride_x8 * 8) + k[None, :],)  # type: ignore[assignment]
-                real += (r[:, None] < rows - 64 * j,)  # type: ignore[assignment]
-            for s in range(UP_STEPS):
-                i = it % STAGES
-                bar = ready.index(i)
-                mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-                mbarrier.expect(bar, 256 * 64 * 2)
-                tma.async_copy_global_to_shared(up_desc, [e, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e < E)
-                if S > 0: tma.async_copy_global_to_shared(shared_up_desc, [e - E, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e >= E)
-                for j in gl.static_range(2):
-                    if rows > 64 * j: async_copy.async_copy_global_to_shared(x_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-                it += 1
+            it = _fetch_gate_up(x_bufs, w_bufs, ready, empty, it, up_desc, shared_up_desc, x, stride_x8, order, e, row, rows, column,
+                                E, SLOTS, S, UP_STEPS)
             n += 1
         elif (up == 0) & (column < DOWN):
             e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
@@ -339,19 +343,7 @@ def _layer_producer(
             _tell(slots, told, heard, n, column + 512 if seen < 2 * UP else column, row, rows)
             while seen < 2 * UP: seen = gl.atomic_add(done + tile, 0, sem="acquire")
             gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-            for s in range(DOWN_STEPS):
-                i = it % STAGES
-                bar = ready.index(i)
-                mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-                mbarrier.arrive(bar, count=128)  # for the threads that copy nothing this time
-                w = w_bufs.index(i).reshape([1, 256, 64])
-                mbarrier.expect(bar, (256 + 64) * 64 * 2, pred=rows <= 64)
-                mbarrier.expect(bar, (256 + 128) * 64 * 2, pred=rows > 64)
-                tma.async_copy_global_to_shared(down_desc, [e, column * 256, s * 64], bar, w, pred=e < E)
-                if S > 0: tma.async_copy_global_to_shared(shared_down_desc, [e - E, column * 256, s * 64], bar, w, pred=e >= E)
-                for j in gl.static_range(2):
-                    tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, x_bufs.index(i).slice(64 * j, 64), pred=rows > 64 * j)
-                it += 1
+            it = _fetch_down(x_bufs, w_bufs, ready, empty, it, down_desc, shared_down_desc, h_desc, e, row, rows, column, E, S, DOWN_STEPS, 0, 127)
             n += 1
         item = gl.atomic_add(counter, 1)
     _tell(slots, told, heard, n, 0, 0, 0)
