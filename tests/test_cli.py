@@ -120,16 +120,30 @@ def test_run_on_this_machine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes what fails here")
 def test_a_phase_that_fails_says_so_and_keeps_its_rows() -> None:
     before = set((ROOT / "out/phase-1").glob("*"))
-    done = subprocess.run([sys.executable, "-c", "from dispatch.cli import main; main()", "run", "phase1", "-p", "tokens", "[1]",
-                           "-p", "distributions", "[poisson]"], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"COLUMNS": "200"})
+    done = subprocess.run([sys.executable, "-c", "from dispatch.cli import main; main()", "run", "phase1", "-p", "tokens", "[512]"],
+                          capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 1
-    assert "distribution is 'poisson'" in done.stdout
+    assert "on a CPU only those up to 256 are timed" in " ".join(done.stdout.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     [run] = set((ROOT / "out/phase-1").glob("*")) - before
     assert json.loads((run / "manifest.json").read_text())["exit_status"].startswith("failed: ValueError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("tokens", "[]", "tokens is empty"), ("tokens", "[0]", "tokens are 0; accepted are whole numbers from 1"), ("repeats", "0", "repeats is 0"),
+    ("distributions", "[poisson]", "distribution is 'poisson'"), ("sections", "[nothing]", "sections are ['nothing']"),
+])
+def test_wrong_parameters_of_a_phase_are_said_before_a_run_begins(name: str, value: str, says: str) -> None:
+    before = set((ROOT / "out/phase-1").glob("*"))
+    done = subprocess.run([sys.executable, "-c", "from dispatch.cli import main; main()", "run", "phase1_kernels", "-p", name, value],
+                          capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 1
+    assert says in " ".join(done.stdout.replace("│", " ").split())
+    assert set((ROOT / "out/phase-1").glob("*")) == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU is told")
