@@ -390,7 +390,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
 
-# %% ../nbs/90_cli.ipynb #63e41650
+# %% ../nbs/90_cli.ipynb #95a23cda
 @main.command()
 @click.argument("prompt")
 @click.option("--model", "folder", type=click.Path(path_type=Path), help="A checkpoint folder in the Hugging Face format.  [default: the tiny one]")
@@ -407,6 +407,8 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
 def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None,
              device: str | None, dtype: str | None, backend: str, loads_file: Path | None) -> None:
     "Continue PROMPT with a model, streaming; times go to stderr."
+    from contextlib import nullcontext
+
     from dispatch.kernels.routing import write_loads
     from dispatch.model.checkpoint import CheckpointError
     from dispatch.model.config import ConfigError
@@ -426,11 +428,12 @@ def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: flo
         model = DeepseekMoE.load(folder, kind, torch.device(device), backend, progress=folder != tiny_folder())
         begin, out = [i for i in (model.config.bos_token_id,) if i is not None], Detokenizer(tokenizer)
         click.echo(prompt, nl=False)
-        with record_loads(model, f"{folder.name}, continuing a prompt of {len(prompt)} characters") as loads:
+        source = f"{folder.name}, continuing a prompt of {len(prompt)} characters"
+        with record_loads(model, source) if loads_file else nullcontext() as loads:  # counting makes a GPU wait
             for token in tokens_of(model, begin + tokenizer.encode(prompt, add_special_tokens=False).ids, params, times):
                 click.echo(out.step(token), nl=False)
         click.echo(out.rest())
-        if loads_file: write_loads(loads(), loads_file)
+        if loads_file and loads: write_loads(loads(), loads_file)
     except (CheckpointError, ConfigError, TokenizerError, FileNotFoundError, ValueError, RuntimeError) as e:
         raise click.ClickException(str(e)) from e
     found = summarise([times])

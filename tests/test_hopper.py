@@ -178,6 +178,12 @@ def test_what_the_copy_engine_cannot_read_is_refused(changes: dict[str, Any], me
     with pytest.raises(ValueError, match=re.escape(message)): hopper_moe(*args)
 
 
+def test_one_launch_refuses_more_columns_than_it_can_tell(simulated: list[int]) -> None:
+    args = example_inputs(T=1, E=1, K=1, H=131136, I=64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="H is 131136 and I is 64; accepted in one launch"): hopper_rows_moe(*args, together=True)
+    assert not simulated
+
+
 def test_no_tokens(simulated: list[int]) -> None:
     empty = example_inputs(T=0, E=4, K=2, H=64, I=64, dtype=torch.float16)
     assert hopper_moe(*empty).shape == (0, 64)

@@ -325,7 +325,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #68cb53c6
+# %% ../../nbs/kernels/17_hopper.ipynb #c4d36bb4
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -358,9 +358,9 @@ def _blocks(t: torch.Tensor, shape: list[int], strides: list[int], block: list[i
     return TensorDescriptor(t, shape, strides, block, _layout(len(block), block[-1] * 2))
 
 
-def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int) -> Any:
+def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int, groups: int = 4) -> Any:
     "[experts, I/8, gate or up, 8, H]: eight rows of gate, the eight of up that belong to them, the next eight of gate; strides in elements."
-    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, 4, 2, 8, 64])
+    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, groups, 2, 8, 64])
 
 
 def launch_hopper(
