@@ -24,7 +24,6 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import dispatch
 from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
-from dispatch.kernels.hopper import SIZES
 from dispatch.kernels.persistent import persistent_config
 from dispatch.kernels.swap_ab import swap_config
 
@@ -146,25 +145,10 @@ def hopper_cases(down: bool):
     "With and without shared experts, in either order."
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
     for dtype, (E, K, S, H, I) in (("bf16", (64, 6, 0, 2048, 1408)), ("fp16", (60, 4, 2, 2048, 1408)), ("bf16", (8, 2, 0, 4096, 14336))):
-        rows, w = described(dtype, [64, 64]), described(dtype, [1, 64, 64] if down else [1, 4, 2, 8, 64])
-        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows if down else described(dtype, [64, 32]), y_desc=rows, stride_x8="i32!")
-        meta = dict(E=E, S=S, H=H, I=I, SIZES=SIZES, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
+        rows, w = described(dtype, [64, 64]), described(dtype, [1, 256, 64] if down else [1, 16, 2, 8, 64])
+        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows, y_desc=rows, stride_x8="i32!")
+        meta = dict(E=E, S=S, H=H, I=I, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
         yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
-
-
-def hopper_rows_cases(down: bool):
-    for case, types, meta, launch in hopper_cases(down):
-        dtype = case[:4]
-        w = described(dtype, [1, 256, 64] if down else [1, 16, 2, 8, 64])
-        meta = {name: value for name, value in meta.items() if name != "SIZES"}
-        yield case, types | dict(w_desc=w, shared_desc=w, h_desc=described(dtype, [64, 64])), meta, launch
-
-
-def hopper_layer_cases(arch: int):
-    for (case, types, meta, launch), (_, down_types, _, _) in zip(hopper_rows_cases(False), hopper_rows_cases(True), strict=True):
-        up, down = types["w_desc"], down_types["w_desc"]
-        own = dict(done="*i32!", up_desc=up, shared_up_desc=up, down_desc=down, shared_down_desc=down)
-        yield case, types | own, meta | dict(LAG=14 if meta["GROUP"] == 1 else 1), launch
 
 
 def combine_cases(arch: int):
@@ -189,9 +173,6 @@ KERNELS = {
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
-    "_hopper_rows_gate_up_kernel": ((90,), lambda arch: hopper_rows_cases(down=False)),
-    "_hopper_rows_down_kernel": ((90,), lambda arch: hopper_rows_cases(down=True)),
-    "_hopper_layer_kernel": ((90,), hopper_layer_cases),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

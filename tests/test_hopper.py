@@ -1,33 +1,20 @@
-"""The Gluon kernels of kernels/17_hopper and 18_hopper_rows: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
+"""The Gluon kernels of kernels/17_hopper: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
 from __future__ import annotations
 
 import re
 import types
-from functools import partial
 from typing import Any
 
-import gluon_sim
 import pytest
 import torch
 from gluon_sim import Deadlock, simulate
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from dispatch.core.timing import Disagreement, check_agreement
-from dispatch.kernels import hopper, hopper_rows
+from dispatch.kernels import hopper
 from dispatch.kernels.fused_moe import fused_moe
 from dispatch.kernels.hopper import hopper_moe
-from dispatch.kernels.hopper_rows import hopper_rows_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
-from dispatch.kernels.sort import sort_padded
-
-LAYERS = {"weights as rows": hopper_moe, "tokens as rows": hopper_rows_moe, "in one launch": partial(hopper_rows_moe, together=True)}
-
-
-@pytest.fixture(params=LAYERS.values(), ids=LAYERS.keys())
-def layer(request: pytest.FixtureRequest) -> Any:
-    "Each form of the kernels."
-    return request.param
-
 
 CASES: dict[str, dict[str, Any]] = {
     "one token": dict(T=1, E=8, K=2, H=64, I=64),
@@ -47,26 +34,24 @@ def shared_experts(H: int, I: int, S: int, like: torch.Tensor) -> dict[str, torc
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "`hopper_moe` on a CPU that passes for an H200 with five multiprocessors. The list gets each launch's bytes of shared memory."
     used: list[int] = []
-    for module in (hopper, hopper_rows):
-        def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], module: Any = module,
-                   **options: Any) -> None:
-            # the last argument says whether kernels overlap: here they don't, and what a kernel does early it does all the same
-            if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, module, programs, *tensors, *rest[:-1], True, seed=len(used)))
-            else: kernel[(programs,)](*tensors, *rest)
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 5)
+    def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], **options: Any) -> None:
+        # the last argument says whether kernels overlap: here they don't, and what a kernel does early it does all the same
+        if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, hopper, programs, *tensors, *rest[:-1], True, seed=len(used)))
+        else: kernel[(programs,)](*tensors, *rest)
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 5)
     return used
 
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, layer: Any, simulated: list[int],
+def test_simulated_kernels_agree_with_the_reference(case: dict[str, Any], group: int, simulated: list[int],
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hopper, hopper_rows): monkeypatch.setattr(module, "tile_group", lambda hidden, intermediate: group)
+    monkeypatch.setattr(hopper, "tile_group", lambda hidden, intermediate: group)
     args = example_inputs(**case, dtype=torch.float16)
-    check_agreement(layer(*args), reference_moe(*args), "simulated")
-    assert len(simulated) in (1, 2)
+    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
+    assert len(simulated) == 2
     assert max(simulated) < 232448 - 1024, "a block's shared memory on sm90, less what the launch itself takes and the barriers"
 
 
@@ -80,12 +65,12 @@ def given_rows(device: str, dtype: torch.dtype, H: int = 64, I: int = 64) -> tup
     return x, gate_up, down, weights, index[:, None].to(device)
 
 
-def test_simulated_every_size_of_tile(layer: Any, simulated: list[int]) -> None:
+def test_simulated_every_size_of_tile(simulated: list[int]) -> None:
     args = given_rows("cpu", torch.float16)
-    check_agreement(layer(*args), reference_moe(*args), "simulated")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "simulated")
 
 
-def test_simulated_shared_experts_strides_and_nobodys_indices(layer: Any, simulated: list[int]) -> None:
+def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[int]) -> None:
     x, gate_up, down, weights, index = example_inputs(T=140, E=5, K=2, H=128, I=64, dtype=torch.float16)
     index[3, 1], index[77, 0] = -1, 5
     x = torch.cat([x, x.flip(1)], dim=1)[:, 128:]
@@ -93,10 +78,10 @@ def test_simulated_shared_experts_strides_and_nobodys_indices(layer: Any, simula
     shared = shared_experts(128, 64, 2, x)
     want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
     out = torch.empty(128, 140, dtype=x.dtype).t()
-    got = layer(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared)
+    got = hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared)
     assert got is out
     check_agreement(got, want, "simulated, shared")
-    assert torch.equal(got, layer(x, gate_up, down, weights, index, skip_invalid=True, **shared))
+    assert torch.equal(got, hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared))
 
 
 def broken(original: Any, replacements: dict[str, str]) -> Any:
@@ -117,50 +102,27 @@ def broken(original: Any, replacements: dict[str, str]) -> Any:
     return module
 
 
-def test_pieces_in_one_launch_are_each_told_once(simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    "Also where the last window of tiles isn't full."
-    told: list[int] = []
-    names = gluon_sim._simulated
-    def simulated_names(module: Any) -> dict[str, Any]:
-        found = names(module)
-        plain = found["_tell"]
-        found["_tell"] = lambda *args: (told.append(args[-1]), plain(*args))[1]
-        return found
-    monkeypatch.setattr(gluon_sim, "_simulated", simulated_names)
-    monkeypatch.setattr(hopper_rows, "tile_group", lambda hidden, intermediate: 16)
-    args = example_inputs(T=100, E=3, K=2, H=1024, I=128, dtype=torch.float16)
-    check_agreement(hopper_rows_moe(*args, together=True), reference_moe(*args), "simulated")
-    tiles = int(sort_padded(args[4], 3, 128, 64).tile_count[0])
-    assert sum(rows > 0 for rows in told) == tiles * (1 + 4)
-
-
-FAULTS: dict[str, tuple[Any, Any, dict[str, str]]] = {
-    "early release": (hopper, hopper_moe, {"_finished(more, len(PARTS))": "_finished(more, 2 * len(PARTS))"}),  # a stage still being multiplied
-    "wrong phase": (hopper, hopper_moe, {"it // STAGES & 1 ^ 1": "it // STAGES & 1"}),  # of the barrier that the producer waits for
-    "no wait": (hopper, hopper_moe, {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"}),  # for the copies
-    "overwritten store": (hopper, hopper_moe, {"    tma.store_wait(0)\n    stage.slice": "    stage.slice"}),
-    "wrong count": (hopper, hopper_moe, {"_barriers(1 + 128, ": "_barriers(128, "}),
-    "early release, tokens as rows": (hopper_rows, hopper_rows_moe, {"warpgroup_mma_wait(1, deps": "warpgroup_mma_wait(2, deps"}),
-    "overwritten panel": (hopper_rows, hopper_rows_moe, {"if p > 1: tma.store_wait(1)": "pass"}),
-    "early weights twice": (hopper_rows, hopper_rows_moe, {"if it >= EARLY: _fetch": "if it >= 0: _fetch"}),
-    "counted before it is stored": (hopper_rows, partial(hopper_rows_moe, together=True), {"cp.async.bulk.wait_group 0;": "fence.proxy.async;"}),
-    "the intermediate isn't waited for": (hopper_rows, partial(hopper_rows_moe, together=True), {"while seen < 2 * UP": "while seen < 0"}),
-    "not counted for those who wait": (hopper_rows, partial(hopper_rows_moe, together=True), {"column + 512 if seen < 2 * UP else column": "column"}),
+FAULTS: dict[str, dict[str, str]] = {
+    "early release": {"warpgroup_mma_wait(1, deps": "warpgroup_mma_wait(2, deps"},  # a stage still being multiplied
+    "wrong phase": {"it // STAGES & 1 ^ 1": "it // STAGES & 1"},  # of the barrier that the producer waits for
+    "no wait": {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"},  # for the copies
+    "overwritten panel": {"if p > 1: tma.store_wait(1)": "pass"},
+    "wrong count": {"_barriers(1 + 128, ": "_barriers(128, "},
+    "early weights twice": {"if it >= EARLY: _fetch": "if it >= 0: _fetch"},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_the_simulator_notices(fault: tuple[Any, Any, dict[str, str]], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
+def test_the_simulator_notices(fault: dict[str, str], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
     monkeypatch.setattr("gluon_sim.PATIENCE_S", 0.5)
-    original, layer, replacements = fault
-    module = broken(original, replacements)
-    monkeypatch.setattr(original, "launch", lambda kernel, key, programs, tensors, rest, **options: (
+    module = broken(hopper, fault)
+    monkeypatch.setattr(hopper, "launch", lambda kernel, key, programs, tensors, rest, **options: (
         simulate(getattr(module, kernel.fn.__name__), module, programs, *tensors, *rest[:-1], True) if isinstance(kernel, GluonJITFunction)
         else kernel[(programs,)](*tensors, *rest)))
     args = example_inputs(T=330, E=2, K=1, H=640, I=384, dtype=torch.float16)
     want = reference_moe(*args)
     with pytest.raises((Deadlock, Disagreement, AssertionError)):
-        check_agreement(layer(*args), want, "broken")
+        check_agreement(hopper_moe(*args), want, "broken")
 
 
 def test_a_cpu_is_refused() -> None:
@@ -176,12 +138,6 @@ def test_a_cpu_is_refused() -> None:
 def test_what_the_copy_engine_cannot_read_is_refused(changes: dict[str, Any], message: str, simulated: list[int]) -> None:
     args = example_inputs(**dict(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16) | changes)
     with pytest.raises(ValueError, match=re.escape(message)): hopper_moe(*args)
-
-
-def test_one_launch_refuses_more_columns_than_it_can_tell(simulated: list[int]) -> None:
-    args = example_inputs(T=1, E=1, K=1, H=131136, I=64, dtype=torch.float16)
-    with pytest.raises(ValueError, match="H is 131136 and I is 64; accepted in one launch"): hopper_rows_moe(*args, together=True)
-    assert not simulated
 
 
 def test_no_tokens(simulated: list[int]) -> None:
@@ -215,21 +171,21 @@ GPU_CASES: dict[str, dict[str, Any]] = CASES | {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
-def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype, layer: Any) -> None:
+def test_gpu_agrees_with_the_reference_and_itself(case: dict[str, Any], dtype: torch.dtype) -> None:
     args = example_inputs(**case, dtype=dtype, device="cuda")
-    got = layer(*args)
+    got = hopper_moe(*args)
     check_agreement(got, reference_moe(*args), "hopper")
-    assert torch.equal(got, layer(*args[:4], args[4].int()))
+    assert torch.equal(got, hopper_moe(*args[:4], args[4].int()))
 
 
 @pytest.mark.gpu
-def test_gpu_every_size_of_tile(layer: Any) -> None:
+def test_gpu_every_size_of_tile() -> None:
     args = given_rows("cuda", torch.bfloat16, 256, 192)
-    check_agreement(layer(*args), reference_moe(*args), "hopper")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper")
 
 
 @pytest.mark.gpu
-def test_gpu_shared_experts_strides_and_nobodys_indices(layer: Any) -> None:
+def test_gpu_shared_experts_strides_and_nobodys_indices() -> None:
     x, gate_up, down, weights, index = example_inputs(T=900, E=20, K=4, H=512, I=320, dtype=torch.bfloat16, device="cuda")
     index[3, 1], index[77, 0] = -1, 20
     x = torch.cat([x, x.flip(1)], dim=1)[:, 512:]
@@ -237,7 +193,7 @@ def test_gpu_shared_experts_strides_and_nobodys_indices(layer: Any) -> None:
     shared = shared_experts(512, 320, 2, x)
     want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared)
     out = torch.empty(512, 900, dtype=x.dtype, device="cuda").t()
-    assert layer(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
+    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
     check_agreement(out, want, "hopper, shared")
 
 
@@ -254,12 +210,12 @@ def test_gpu_fused_moe_takes_what_the_copy_engine_cannot_read() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_captured_in_a_graph_it_follows_its_inputs(layer: Any) -> None:
+def test_gpu_captured_in_a_graph_it_follows_its_inputs() -> None:
     args = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda")
-    layer(*args)
+    hopper_moe(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): out = layer(*args)
+    with torch.cuda.graph(graph): out = hopper_moe(*args)
     for seed in range(3):
         fresh = example_inputs(T=1024, E=16, K=2, H=512, I=256, dtype=torch.bfloat16, device="cuda", seed=seed, distribution="zipf:1.2")
         for a, b in zip(args, fresh, strict=True): a.copy_(b)
@@ -268,9 +224,9 @@ def test_gpu_captured_in_a_graph_it_follows_its_inputs(layer: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_past_two_gigaelements(layer: Any) -> None:
+def test_gpu_offsets_past_two_gigaelements() -> None:
     E, H, I = 200, 4096, 1408  # 2·I·H·E elements of gate and up are 2.3e9
     args = example_inputs(T=64, E=E, K=2, H=H, I=I, dtype=torch.bfloat16, device="cuda")
     args[4][:, 0] = E - 1
     args[4][:, 1] = torch.arange(64, device="cuda") % (E - 1)
-    check_agreement(layer(*args), reference_moe(*args), "hopper, far weights")
+    check_agreement(hopper_moe(*args), reference_moe(*args), "hopper, far weights")

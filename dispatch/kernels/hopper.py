@@ -31,51 +31,50 @@ from .reference import Sizes, check_inputs
 from .sort import _expert_of, sort_padded, uses_pdl
 
 # %% auto #0
-__all__ = ['HOPPER', 'SIZES', 'hopper_refuses', 'launch_hopper', 'hopper_moe']
+__all__ = ['HOPPER', 'TILE', 'hopper_refuses', 'launch_hopper', 'hopper_moe']
 
-# %% ../../nbs/kernels/17_hopper.ipynb #4ad390dd
-@gluon.constexpr_function
-def _parts(block: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    "The products of a tile with two blocks of weights: which block, first token, and how many tokens, a power of two; the largest first."
-    powers = [p for p in (128, 64, 32) if width & p]
-    return tuple((b, sum(powers[:i]), p) for b in (block, block + 1) for i, p in enumerate(powers))
-
-
+# %% ../../nbs/kernels/17_hopper.ipynb #26cf586f
 @gluon.jit
-def _accumulator(N: gl.constexpr):
-    return gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
-
-
-@gluon.jit
-def _products(a_bufs, b_bufs, ready, empty, it, PARTS: gl.constexpr, STEPS: gl.constexpr):
-    "For each part [64, N] float32: 64 rows of weights times N tokens, over STEPS stages."
-    STAGES: gl.constexpr = b_bufs.shape[0]
-    accs = ()
-    for p in gl.static_range(len(PARTS)):
-        accs += (_accumulator(gl.constexpr(PARTS[p][2])),)  # type: ignore[assignment]
+def _product(x_bufs, w_bufs, ready, empty, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
+    "[64, N] float32: this group's tokens times its rows of weights, over STEPS stages."
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    acc = gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     for s in range(STEPS):
         i = it % STAGES
         mbarrier.wait(ready.index(i), it // STAGES & 1)
-        more = ()
-        for p in gl.static_range(len(PARTS)):
-            a = a_bufs.index(4 * i + PARTS[p][0]).reshape([64, 64])
-            b = b_bufs.index(i).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0))
-            more += (warpgroup_mma(a, b, accs[p], use_acc=s > 0, is_async=True),)  # type: ignore[assignment]
-        accs = _finished(more, len(PARTS))
+        w = w_bufs.index(i).reshape([256, 64])
+        if N == 256: acc = warpgroup_mma(x_bufs.index(i).slice(64 * WG, 64), w.permute((1, 0)), acc, use_acc=s > 0, is_async=True)
+        else: acc = warpgroup_mma(x_bufs.index(i).slice(0, 64), w.slice(N * WG, N).permute((1, 0)), acc, use_acc=s > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=s > 0)
         it += 1
-    accs = _finished(accs, 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    return accs
+    return acc
 
 
 @gluon.jit
-def _finished(accs, UNDER_WAY: gl.constexpr):
-    "The products, when all but the last few have finished."
-    if len(accs) == 1: return (warpgroup_mma_wait(UNDER_WAY, deps=accs),)
-    else: return warpgroup_mma_wait(UNDER_WAY, deps=accs)
+def _panels(values):
+    "[64, 64·P] as P pieces of [64, 64]."
+    N: gl.constexpr = values.shape[1]
+    if N == 64: return (values,)
+    else:
+        left, right = values.reshape(64, 2, N // 2).permute(0, 2, 1).split()
+        return _panels(left) + _panels(right)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #4e39bede
+
+@gluon.jit
+def _store(values, panels, desc, row, column):
+    "[64, 64·P] to the descriptor's place, by way of two panels of shared memory in turn."
+    pieces = _panels(values.to(desc.dtype))
+    tma.store_wait(0)
+    for p in gl.static_range(len(pieces)):
+        if p > 1: tma.store_wait(1)
+        panels.index(p % 2).store(pieces[p])
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [row, column + 64 * p], panels.index(p % 2))
+
+# %% ../../nbs/kernels/17_hopper.ipynb #bcd5b902
 @gluon.jit
 def _barriers(ARRIVALS: gl.constexpr, STAGES: gl.constexpr):
     "For each stage: `ready` when so many have arrived, `empty` when both multiplying groups have; slots to tell of work in, `told` and `heard`."
@@ -124,60 +123,39 @@ def _hear(slots, told, heard, n):
 
 
 @gluon.jit
-def _consumer(
-    TILE: gl.constexpr, a_bufs, b_bufs, ready, empty, slots, told, heard, stages, desc, WIDTH: gl.constexpr, WG: gl.constexpr, STEPS: gl.constexpr,
-    SIZES: gl.constexpr,
-):
-    "Multiply and store by the function TILE, one piece of work after the other; a group's pieces are WIDTH columns."
+def _consumer(TILE: gl.constexpr, x_bufs, w_bufs, ready, empty, slots, told, heard, panels, desc, WG: gl.constexpr, STEPS: gl.constexpr):
+    "Multiply and store by the function TILE, one piece of work after the other."
     it, n = 0, 0
     column, row, rows = _hear(slots, told, heard, n)
     while rows > 0:
-        for c in gl.static_range(len(SIZES)):
-            if (rows > SIZES[c - 1] if c > 0 else rows > 0) & (rows <= SIZES[c]):
-                TILE(a_bufs, b_bufs, ready, empty, stages, desc, row, rows, (column * 2 + WG) * WIDTH, it, WG, gl.constexpr(SIZES[c]), STEPS)
+        if rows > 64: TILE(x_bufs, w_bufs, ready, empty, panels, desc, row + 64 * WG, column, it, WG, 256, STEPS)
+        else: TILE(x_bufs, w_bufs, ready, empty, panels, desc, row, 2 * column + WG, it, WG, 128, STEPS)
         it, n = it + STEPS, n + 1
         column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
+# %% ../../nbs/kernels/17_hopper.ipynb #45a66f11
+@gluon.jit
+def _swiglu(acc, N: gl.constexpr):
+    "[64, N/2] from [64, N], of whose groups of 16 columns the first eight are gate, the others up."
+    gate, up = acc.reshape(64, N // 16, 2, 8).permute(0, 1, 3, 2).split()
+    return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).reshape(64, N // 2)
+
 
 @gluon.jit
-def _send(stage, desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
-    "Store those blocks of 64 rows, from FIRST on, that hold any of the `rows`; `stage` begins with the block at FIRST."
-    for j in gl.static_range((N + 63) // 64):
-        if rows > FIRST + 64 * j:
-            tma.async_copy_shared_to_global(desc, [row + FIRST + 64 * j, column], stage.slice(64 * j, 64))
-
-
-@gluon.jit
-def _swiglu(acc, N: gl.constexpr, dtype: gl.constexpr):
-    "[32, N] from [64, N], of whose groups of 16 rows the first eight are gate, the others up."
-    gate, up = acc.reshape(4, 2, 8, N).permute(0, 2, 3, 1).split()
-    return (libdevice.fast_dividef(gate, 1 + gl.exp(-gate)) * up).to(dtype).reshape(32, N)
-
-# %% ../../nbs/kernels/17_hopper.ipynb #23b4d0b1
-@gluon.jit
-def _gate_up_tile(
-    a_bufs, b_bufs, ready, empty, stages, h_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
-):
-    "One warp group's columns of h for a tile of at most N rows."
-    PARTS: gl.constexpr = _parts(2 * WG, N)
-    accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
-    ys = ()
-    for p in gl.static_range(len(PARTS)): ys += (_swiglu(accs[p], gl.constexpr(PARTS[p][2]), h_desc.dtype),)  # type: ignore[assignment]
-    tma.store_wait(0)
-    for p in gl.static_range(len(PARTS)):
-        stages.index(PARTS[p][0]).slice(PARTS[p][1], PARTS[p][2]).permute((1, 0)).store(ys[p])
-    fence_async_shared()
-    for b in gl.static_range(2): _send(stages.index(2 * WG + b), h_desc, row, rows, column + 32 * b, 0, N)
+def _gate_up_tile(x_bufs, w_bufs, ready, empty, panels, h_desc, row, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
+    "One warp group's piece of h, [64, N/2]."
+    acc = _product(x_bufs, w_bufs, ready, empty, it, WG, N, STEPS)
+    _store(_swiglu(acc, N), panels, h_desc, row, column * (N // 2))
 
 
 @gluon.jit
 def _gate_up_producer(
-    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
+    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row, tile_rows, counter, items,
     E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):
     "Fetch weights by the copy engine, and tokens' rows by asynchronous copies, as soon as a stage is free; rows that are nobody's are zero."
-    STAGES: gl.constexpr = b_bufs.shape[0]
+    STAGES: gl.constexpr = x_bufs.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
@@ -186,7 +164,6 @@ def _gate_up_producer(
         tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
         _tell(slots, told, heard, n, column, row, rows)
-        line = column * 16
         x_ptr, real = (), ()
         for j in gl.static_range(2):
             pair = gl.load(order + row + 64 * j + r, mask=r < rows - 64 * j, other=0)
@@ -196,13 +173,11 @@ def _gate_up_producer(
             i = it % STAGES
             bar = ready.index(i)
             mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            mbarrier.expect(bar, 4 * 64 * 64 * 2)
-            for b in gl.static_range(4):
-                tma.async_copy_global_to_shared(w_desc, [e, line + 4 * b, 0, 0, s * 64], bar, a_bufs.index(4 * i + b), pred=e < E)
-                if S > 0:
-                    tma.async_copy_global_to_shared(shared_desc, [e - E, line + 4 * b, 0, 0, s * 64], bar, a_bufs.index(4 * i + b), pred=e >= E)
+            mbarrier.expect(bar, 256 * 64 * 2)
+            tma.async_copy_global_to_shared(w_desc, [e, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e < E)
+            if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, column * 16, 0, 0, s * 64], bar, w_bufs.index(i), pred=e >= E)
             for j in gl.static_range(2):
-                if rows > 64 * j: async_copy.async_copy_global_to_shared(b_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
+                if rows > 64 * j: async_copy.async_copy_global_to_shared(x_bufs.index(i).slice(64 * j, 64), x_ptr[j] + s * 64, mask=real[j])
             async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
@@ -212,73 +187,70 @@ def _gate_up_producer(
 @gluon.jit
 def _hopper_gate_up_kernel(
     order, tile_expert, tile_row, tile_rows, tiles, x, stride_x8, w_desc, shared_desc, h_desc,
-    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    SIZES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    E: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
-    "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H] with rows 8·stride_x8 elements apart, h [rows, I]."
+    "h[row, n] = silu(x_t·gate_n) * x_t·up_n for every row of every tile; x [T, H], h [rows, I]."
     if PDL:
+        gdc_wait()  # for the sort, and before the next kernel may start: that one reads the sort's tables before it waits
         gdc_launch_dependents()
-        gdc_wait()
     COLUMNS: gl.constexpr = (I + 127) // 128
     STEPS: gl.constexpr = H // 64
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 4, 1, 4, 2, 8, 64], w_desc.layout)
-    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
-    stages = gl.allocate_shared_memory(w_desc.dtype, [4, 128, 32], h_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, 16, 2, 8, 64], w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], h_desc.layout)
+    first = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], h_desc.layout)
+    second = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], h_desc.layout)
     ready, empty, slots, told, heard = _barriers(1 + 128, STAGES)  # the copy engine, and each of the producer's threads
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 0, STEPS, SIZES)),
-        (_consumer, (gl.constexpr(_gate_up_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, h_desc, 64, 1, STEPS, SIZES)),
-        (_gate_up_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row,
+        (_consumer, (gl.constexpr(_gate_up_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, first, h_desc, 0, STEPS)),
+        (_consumer, (gl.constexpr(_gate_up_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, second, h_desc, 1, STEPS)),
+        (_gate_up_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, x, stride_x8, order, tile_expert, tile_row,
                              tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/17_hopper.ipynb #cd3b0af6
+# %% ../../nbs/kernels/17_hopper.ipynb #60071b70
 @gluon.jit
-def _store_down(acc, stage, y_desc, row, rows, column, FIRST: gl.constexpr, N: gl.constexpr):
-    "[64, N] of y, by way of the stage."
-    tma.store_wait(0)
-    stage.slice(0, N).permute((1, 0)).store(acc.to(y_desc.dtype))
-    fence_async_shared()
-    _send(stage, y_desc, row, rows, column, FIRST, N)
+def _down_tile(x_bufs, w_bufs, ready, empty, panels, y_desc, row, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
+    "One warp group's piece of y, [64, N]."
+    _store(_product(x_bufs, w_bufs, ready, empty, it, WG, N, STEPS), panels, y_desc, row, column * N)
 
 
 @gluon.jit
-def _down_tile(
-    a_bufs, b_bufs, ready, empty, stages, y_desc, row, rows, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
-):
-    "One warp group's columns of y for a tile of at most N rows."
-    PARTS: gl.constexpr = _parts(2 * WG, N)
-    accs = _products(a_bufs, b_bufs, ready, empty, it, PARTS, STEPS)
-    for p in gl.static_range(len(PARTS)):
-        beside = 64 * (PARTS[p][0] - 2 * WG)
-        _store_down(accs[p], stages.index(WG), y_desc, row, rows, column + beside, gl.constexpr(PARTS[p][1]), gl.constexpr(PARTS[p][2]))
+def _fetch(w_desc, shared_desc, bar, w_buf, e, line, k, E: gl.constexpr, S: gl.constexpr):
+    "256 rows of weights, 64 deep."
+    mbarrier.expect(bar, 256 * 64 * 2)
+    tma.async_copy_global_to_shared(w_desc, [e, line, k], bar, w_buf, pred=e < E)
+    if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, line, k], bar, w_buf, pred=e >= E)
 
 
 @gluon.jit
 def _down_producer(
-    a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, counter, items,
-    E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows, counter, items,
+    E: gl.constexpr, S: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
-    "Fetch weights and rows of h, both by the copy engine."
-    STAGES: gl.constexpr = b_bufs.shape[0]
+    "Fetch weights and rows of h, both by the copy engine; weights of the first stages before h is there."
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    EARLY: gl.constexpr = (STAGES if STAGES < STEPS else STEPS) if PDL else 0
     it, n, item = 0, 0, gl.program_id(0)
+    if PDL:
+        if item < items:
+            tile, column = _place(item, items, COLUMNS, GROUP)
+            e = gl.load(tile_expert + tile)
+            for s in gl.static_range(EARLY): _fetch(w_desc, shared_desc, ready.index(s), w_bufs.index(s), e, column * 256, s * 64, E, S)
+        gdc_wait()  # for h
     while item < items:
         tile, column = _place(item, items, COLUMNS, GROUP)
         e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
         _tell(slots, told, heard, n, column, row, rows)
-        line = column * 256
-        parts = (rows + 63) // 64
         for s in range(STEPS):
             i = it % STAGES
             bar = ready.index(i)
             mbarrier.wait(empty.index(i), it // STAGES & 1 ^ 1)
-            for j in gl.static_range(2): mbarrier.expect(bar, (4 + j + 1) * 64 * 64 * 2, pred=parts == j + 1)
-            for b in gl.static_range(4):
-                tma.async_copy_global_to_shared(w_desc, [e, line + 64 * b, s * 64], bar, a_bufs.index(4 * i + b), pred=e < E)
-                if S > 0: tma.async_copy_global_to_shared(shared_desc, [e - E, line + 64 * b, s * 64], bar, a_bufs.index(4 * i + b), pred=e >= E)
+            if it >= EARLY: _fetch(w_desc, shared_desc, bar, w_bufs.index(i), e, column * 256, s * 64, E, S)
+            mbarrier.expect(bar, 64 * 64 * 2, pred=rows <= 64)
+            mbarrier.expect(bar, 128 * 64 * 2, pred=rows > 64)
             for j in gl.static_range(2):
-                tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, b_bufs.index(i).slice(64 * j, 64), pred=parts > j)
+                tma.async_copy_global_to_shared(h_desc, [row + 64 * j, s * 64], bar, x_bufs.index(i).slice(64 * j, 64), pred=rows > 64 * j)
             it += 1
         n, item = n + 1, gl.num_programs(0) + gl.atomic_add(counter, 1)
     _tell(slots, told, heard, n, 0, 0, 0)
@@ -287,25 +259,23 @@ def _down_producer(
 @gluon.jit
 def _hopper_down_kernel(
     tile_expert, tile_row, tile_rows, tiles, w_desc, shared_desc, h_desc, y_desc,
-    E: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr,
-    SIZES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    E: gl.constexpr, S: gl.constexpr, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):
     "y[row, n] = down_n·h[row] for every row of every tile; h [rows, I], y [rows, H]."
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    if PDL: gdc_launch_dependents()
     COLUMNS: gl.constexpr = (H + 255) // 256
     STEPS: gl.constexpr = I // 64
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 4, 1, 64, 64], w_desc.layout)
-    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], h_desc.layout)
-    stages = gl.allocate_shared_memory(w_desc.dtype, [2, 128, 64], y_desc.layout)
-    ready, empty, slots, told, heard = _barriers(1, STAGES)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, 256, 64], w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, 64], h_desc.layout)
+    first = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], y_desc.layout)
+    second = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], y_desc.layout)
+    ready, empty, slots, told, heard = _barriers(2, STAGES)
     items = gl.load(tiles) * COLUMNS
     gl.warp_specialize([
-        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 128, 0, STEPS, SIZES)),
-        (_consumer, (gl.constexpr(_down_tile), a_bufs, b_bufs, ready, empty, slots, told, heard, stages, y_desc, 128, 1, STEPS, SIZES)),
-        (_down_producer, (a_bufs, b_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows,
-                          tiles + 2, items, E, S, COLUMNS, STEPS, GROUP)),
+        (_consumer, (gl.constexpr(_down_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, first, y_desc, 0, STEPS)),
+        (_consumer, (gl.constexpr(_down_tile), x_bufs, w_bufs, ready, empty, slots, told, heard, second, y_desc, 1, STEPS)),
+        (_down_producer, (x_bufs, w_bufs, ready, empty, slots, told, heard, w_desc, shared_desc, h_desc, tile_expert, tile_row, tile_rows,
+                          tiles + 2, items, E, S, COLUMNS, STEPS, GROUP, PDL)),
     ], [4, 1], [216, 72])
 
 # %% ../../nbs/kernels/17_hopper.ipynb #ab5ae610
@@ -325,7 +295,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #c4d36bb4
+# %% ../../nbs/kernels/17_hopper.ipynb #a1d16130
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -346,7 +316,7 @@ def hopper_refuses(
 
 
 HOPPER = (9, 0)  # the compute capability whose instructions these kernels use
-SIZES = (64, 96, 128)  # how many tokens a tile is computed as; the last is the most that it has
+TILE = 128  # the most tokens of a tile
 
 
 @lru_cache
@@ -354,13 +324,13 @@ def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout: return gl.NVMMASha
 
 
 def _blocks(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    "The copy engine's description of a tensor: blocks of rows of 128 bytes, or 64, swizzled as the tensor cores read them."
+    "The copy engine's description of a tensor: blocks of rows of 128 bytes, swizzled as the tensor cores read them."
     return TensorDescriptor(t, shape, strides, block, _layout(len(block), block[-1] * 2))
 
 
-def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int, groups: int = 4) -> Any:
+def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int) -> Any:
     "[experts, I/8, gate or up, 8, H]: eight rows of gate, the eight of up that belong to them, the next eight of gate; strides in elements."
-    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, groups, 2, 8, 64])
+    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, 16, 2, 8, 64])
 
 
 def launch_hopper(
@@ -385,24 +355,23 @@ def launch_hopper(
     index, weights, pdl = top_k_index.contiguous(), top_k_weights.contiguous(), uses_pdl(device)
     dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     with on_device(x):
-        t = sort_padded(index, E, SIZES[-1], 64, S, pdl)
+        t = sort_padded(index, E, TILE, 64, S, pdl)
         rows = t.order.numel()
         h, y = torch.empty(rows, I, dtype=x.dtype, device=device), torch.empty(rows, H, dtype=x.dtype, device=device)
         experts = _gate_up_blocks(gate_up_proj, E, I, H, gate_up_proj.stride(0), I * gate_up_proj.stride(1), gate_up_proj.stride(1))
-        down = _blocks(down_proj, [E, H, I], list(down_proj.stride()), [1, 64, 64])
+        down = _blocks(down_proj, [E, H, I], list(down_proj.stride()), [1, 256, 64])
         shared, shared_down = experts, down
         if shared_gate_up_proj is not None and shared_down_proj is not None:
             shared = _gate_up_blocks(shared_gate_up_proj, S, I, H, I * H, S * I * H, H)
-            shared_down = _blocks(shared_down_proj, [S, H, I], [I, S * I, 1], [1, 64, 64])
+            shared_down = _blocks(shared_down_proj, [S, H, I], [I, S * I, 1], [1, 256, 64])
         key = (sizes, x.dtype, index.dtype, x.stride(0), out.stride(), aligned(out, index, weights))
         tables = (t.tile_expert, t.tile_row, t.tile_rows, t.tile_count)
         programs, group = multiprocessors(device), tile_group(H, I)
+        h_blocks, y_blocks = _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64])
         launch(_hopper_gate_up_kernel, key, programs, (t.order, *tables, x),
-               (x.stride(0) // 8, experts, shared, _blocks(h, [rows, I], [I, 1], [64, 32]), E, K + S, S, H, I, SIZES, 4, group, pdl),
-               num_warps=4, maxnreg=168, **dependent)
+               (x.stride(0) // 8, experts, shared, h_blocks, E, K + S, S, H, I, 4, group, pdl), num_warps=4, maxnreg=168, **dependent)
         launch(_hopper_down_kernel, key, programs, tables,
-               (down, shared_down, _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64]), E, S, H, I, SIZES, 4, group, pdl),
-               num_warps=4, maxnreg=168, **dependent)
+               (down, shared_down, h_blocks, y_blocks, E, S, H, I, 4, group, pdl), num_warps=4, maxnreg=168, **dependent)
         launch(_combine_kernel, key, T * triton.cdiv(H, 2048), (y, t.position, index, weights, out), (*out.stride(), E, K, S, H, 2048, pdl),
                num_warps=8, **dependent)
 
@@ -423,9 +392,9 @@ def hopper_moe(
 
     Programs count up atomically to take work; no result is added up so, and the bits are the same every time.
     Sums are float32; the intermediate and each pair's row are rounded to the inputs' dtype, (T·(K + S) + 64·(E + S))·(I + H) elements of
-    workspace. H and I are multiples of 64, last strides 1, the others multiples of 8, addresses multiples of 16. Fetching and multiplying in
-    warps of their own is the design of CUTLASS's Hopper kernels. Raises as `check_inputs` does, ValueError for what the copy engine can't
-    read, and RuntimeError elsewhere than on such a GPU.
+    workspace. H and I are multiples of 64, last strides 1, the others multiples of 8, addresses multiples of 16. One group of warps that
+    fetches for two that each multiply 64 rows by 256 columns is the form of CUTLASS's Hopper kernels. Raises as `check_inputs` does,
+    ValueError for what the copy engine can't read, and RuntimeError elsewhere than on such a GPU.
     """
     sizes = check_inputs(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, skip_invalid,
                          shared_gate_up_proj, shared_down_proj)

@@ -32,7 +32,7 @@ def _expert_of(index, pair, mask, E: tl.constexpr, K: tl.constexpr, S: tl.conste
         e = tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
         return tl.where(mask & (s >= K), E + s - K, e)
 
-# %% ../../nbs/kernels/13_sort.ipynb #44ef4f22
+# %% ../../nbs/kernels/13_sort.ipynb #5e8b644f
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(index, counts, pairs, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
                   PDL: tl.constexpr):
@@ -82,12 +82,12 @@ def _sort_kernel(
         tl.store(tile_expert + first + m, tl.zeros((32,), tl.int32) + e, mask=m * BLOCK < mine)
         tl.store(tile_row + first + m, start + m * BLOCK, mask=m * BLOCK < mine)
         tl.store(tile_rows + first + m, tl.minimum(mine - m * BLOCK, BLOCK), mask=m * BLOCK < mine)
-        if PAD > 1: tl.store(count + 4 + first + m, tl.zeros((32,), tl.int32), mask=m * BLOCK < mine)
+
     for m0 in range(used + e * 32, tiles, (E + S) * 32):  # the surplus, shared out
         m = m0 + tl.arange(0, 32)
         tl.store(tile_expert + m, tl.full((32,), -1, tl.int32), mask=m < tiles)
 
-# %% ../../nbs/kernels/13_sort.ipynb #3a8bfbb5
+# %% ../../nbs/kernels/13_sort.ipynb #8b4b0888
 def uses_pdl(
     device: torch.device,
 ) -> bool:
@@ -119,7 +119,7 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
     tiles, padded = max_tiles(pairs, every, block), max_tiles(pairs, every, pad) * pad
     chunk = min(1024 if pairs <= 16384 else 2048, max(128, triton.next_power_of_2(pairs)))
     chunks, bins = triton.cdiv(pairs, chunk), max(32, triton.next_power_of_2(every))
-    sizes = padded, every, tiles, tiles, tiles, pairs, 4 + tiles, chunks * bins if chunks > 1 else 0
+    sizes = padded, every, tiles, tiles, tiles, pairs, 4, chunks * bins if chunks > 1 else 0
     # each begins at a multiple of 16 bytes, whatever T is: no kernel that reads them is compiled again for another alignment
     order, ends, expert, row, rows, position, count, counts = torch.empty(
         sum(n + -n % 4 for n in sizes), dtype=torch.int32, device=top_k_index.device).split([m for n in sizes for m in (n, -n % 4)])[::2]
@@ -136,7 +136,7 @@ def _sort(top_k_index: torch.Tensor, experts: int, block: int, shared: int, pad:
                (pairs, tiles, chunks, *ids, block, chunk, several, pad, pdl), num_warps=4, **dependent)
     return ExpertTiles(order, ends, expert, row, rows), position, count
 
-# %% ../../nbs/kernels/13_sort.ipynb #9fd14f31
+# %% ../../nbs/kernels/13_sort.ipynb #619f192e
 class PaddedTiles(NamedTuple):
     "Pairs sorted by expert, where each expert begins at a multiple of `pad` rows. All int32, on the device of the index."
     order: torch.Tensor  # [rows] pair numbers; unwritten in the padding
@@ -145,7 +145,7 @@ class PaddedTiles(NamedTuple):
     tile_row: torch.Tensor  # [tiles] the first row of each tile
     tile_rows: torch.Tensor  # [tiles] how many rows it has
     tile_count: torch.Tensor  # [4] tiles that are no surplus, and three zeros for kernels to count from
-    tile_done: torch.Tensor  # [tiles] zeros, for kernels to count in; unwritten for surplus tiles
+
 
 
 def sort_padded(
@@ -159,4 +159,4 @@ def sort_padded(
     "`sort_pairs` with every expert's rows padded to whole blocks. Raises as that does, and ValueError for a `pad` that doesn't fit."
     if pad < 2 or block % pad: raise ValueError(f"pad is {pad}; accepted is at least 2 and a divisor of block, which is {block}")
     t, position, count = _sort(top_k_index, experts, block, shared, pad, pdl)
-    return PaddedTiles(t.pairs, position, t.tile_expert, t.tile_row, t.tile_rows, count[:4], count[4:])
+    return PaddedTiles(t.pairs, position, t.tile_expert, t.tile_row, t.tile_rows, count)
