@@ -28,7 +28,7 @@ from .kernels.fused_moe import BACKENDS, choose_backend
 
 # %% auto #0
 __all__ = ['CONFIGURATION_PY', 'main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'parse_tokens',
-           'doctor', 'standings', 'bench', 'generate', 'checkpoint', 'random']
+           'doctor', 'standings', 'bench', 'generate', 'checkpoint', 'quantize', 'random']
 
 # %% ../nbs/90_cli.ipynb #777c46ce
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -390,7 +390,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
 
-# %% ../nbs/90_cli.ipynb #95a23cda
+# %% ../nbs/90_cli.ipynb #f8af7538
 @main.command()
 @click.argument("prompt")
 @click.option("--model", "folder", type=click.Path(path_type=Path), help="A checkpoint folder in the Hugging Face format.  [default: the tiny one]")
@@ -402,13 +402,15 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: the best there is]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: bfloat16 on a GPU, float32 on a CPU]")
 @click.option("--backend", default="auto", show_default=True, help=f"The experts' kernel: auto, {', '.join(BACKENDS)}.")
+@click.option("--quantize", type=click.Choice(["int8", "fp8"]), help="Keep the routed experts in one byte a weight.")
 @click.option("--record-loads", "loads_file", type=click.Path(path_type=Path, dir_okay=False, writable=True),
               help="Where to keep how often each expert was chosen, for trace:FILE.")
 def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None,
-             device: str | None, dtype: str | None, backend: str, loads_file: Path | None) -> None:
+             device: str | None, dtype: str | None, backend: str, quantize: str | None, loads_file: Path | None) -> None:
     "Continue PROMPT with a model, streaming; times go to stderr."
     from contextlib import nullcontext
 
+    from dispatch.core.quantization import NAMES
     from dispatch.kernels.routing import write_loads
     from dispatch.model.checkpoint import CheckpointError
     from dispatch.model.config import ConfigError
@@ -425,7 +427,7 @@ def generate(prompt: str, folder: Path | None, max_tokens: int, temperature: flo
         params = SamplingParams(max_tokens, temperature, top_k, top_p, seed)
         kind = getattr(torch, dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
         tokenizer = load_tokenizer(folder)
-        model = DeepseekMoE.load(folder, kind, torch.device(device), backend, progress=folder != tiny_folder())
+        model = DeepseekMoE.load(folder, kind, torch.device(device), backend, folder != tiny_folder(), NAMES.get(quantize or ""))
         begin, out = [i for i in (model.config.bos_token_id,) if i is not None], Detokenizer(tokenizer)
         click.echo(prompt, nl=False)
         source = f"{folder.name}, continuing a prompt of {len(prompt)} characters"
@@ -452,6 +454,23 @@ CONFIGURATION_PY = """from transformers import PretrainedConfig
 class DeepseekConfig(PretrainedConfig):
     model_type = "deepseek"
 """
+
+
+@checkpoint.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--to", "kind", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True, help="What a weight becomes.")
+@click.option("--device", help="Where to quantize: cpu or cuda.  [default: the best there is]")
+def quantize(source: Path, folder: Path, kind: str, device: str | None) -> None:
+    """Write a copy of SOURCE to FOLDER with the routed experts in one byte a weight and a scale a row.
+
+    `dispatch generate --model FOLDER` reads it. Half the experts' memory; the rest of the model is bf16.
+    """
+    from dispatch.model.checkpoint import CheckpointError, quantize_checkpoint
+    from dispatch.model.config import ConfigError
+    try: quantize_checkpoint(source, folder, kind, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (CheckpointError, ConfigError, FileNotFoundError, OSError) as e: raise click.ClickException(str(e)) from e
+    click.echo(f"{folder}: experts in {kind}")
 
 
 @checkpoint.command()

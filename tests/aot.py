@@ -72,11 +72,12 @@ def swap_cases(arch: int, down: bool):
     capability, seen = divmod(arch, 10), set()
     kinds, turn = list(variants(arch)), 0
     calls = [(T, 8, E) for E in (64, 384) for T in (1, 20, 32, 33, 40, 64, 100, 200, 1000)]
-    for size in (2, 4):
+    for size, quantized in ((2, None), (4, None), (2, "i8"), (2, "fp8e4nv"), (4, "i8")):
+        if quantized == "fp8e4nv" and arch < 89: continue
         for T, slots, E in calls:
-            c = swap_config(T, slots, E, size, capability)
-            if c in seen: continue
-            seen.add(c)
+            c = swap_config(T, slots, E, size, capability, quantized is not None)
+            if (c, quantized) in seen: continue
+            seen.add((c, quantized))
             name, dtype, (experts, K, S, H, I), index, types = kinds[turn % len(kinds)]
             turn += 1
             if size == 4: dtype = "fp32"
@@ -85,8 +86,10 @@ def swap_cases(arch: int, down: bool):
                         BIG=c.big, BLOCK_N=product.block_n, BLOCK_K=product.block_k, STAGES_SMALL=product.stages_small,
                         STAGES_BIG=product.stages_big, PDL=c.pdl)
             tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows"), f"*{index}" if c.find else "*i32")  # with find the index stands in
-            pointers = dict.fromkeys(("x", "w", "h", "y"), f"*{dtype}") | dict(top_k_weights="*fp32", index=f"*{index}")
-            yield f"{dtype}, {name}, find {c.find}, {c.small}/{c.big}, {T} tokens", types | pointers | tables, meta, (product.num_warps, 3)
+            pointers = dict.fromkeys(("x", "w", "h", "y", "scales"), f"*{dtype}") | dict(top_k_weights="*fp32", index=f"*{index}")
+            if quantized: pointers |= dict(w=f"*{quantized}", scales="*fp32", scale_offset="i64")
+            case = f"{dtype}, weights {quantized or dtype}, {name}, find {c.find}, {c.small}/{c.big}, {T} tokens"
+            yield case, types | pointers | tables, meta, (product.num_warps, 3)
 
 
 def persistent_cases(arch: int, down: bool):
@@ -107,11 +110,13 @@ def persistent_cases(arch: int, down: bool):
 def gemv_cases(arch: int, down: bool):
     for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("small", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
         meta = dict(E=E, K=K, S=S, H=H, I=I, PDL=arch >= 90)
-        pointers = dict(x=f"*{dtype}", w=f"*{dtype}", out=f"*{dtype}", h="*fp32", top_k_weights="*fp32", index=f"*{index}")
         cuts = [(4, 512, 4), (2, 512, 1)] if down else [(1, _piece(H, 2048), 1)]
-        for block_n, block_k, warps in cuts:
-            if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
-            yield f"{dtype}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
+        for weights in [dtype, *(["i8", "fp8e4nv"] if arch >= 89 and name != "small" else ["i8"])]:
+            pointers = dict(x=f"*{dtype}", w=f"*{weights}", out=f"*{dtype}", h="*fp32", top_k_weights="*fp32", index=f"*{index}",
+                            scales=f"*{weights}" if weights == dtype else "*fp32")
+            for block_n, block_k, warps in cuts:
+                if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
+                yield f"{dtype}, {weights}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
     if down and arch in (80, 90):
         yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
 

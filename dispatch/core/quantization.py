@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 # %% auto #0
-__all__ = ['KINDS', 'NAMES', 'Quantized', 'quantize']
+__all__ = ['KINDS', 'NAMES', 'Weights', 'Quantized', 'quantize']
 
-# %% ../../nbs/core/05_quantization.ipynb #72bb11db
+# %% ../../nbs/core/05_quantization.ipynb #54fe3a9d
 KINDS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype → the value that a row's largest weight gets
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -42,6 +42,16 @@ class Quantized:
     ) -> torch.Tensor:  # [..., N, K]
         "The weights that the bytes stand for."
         return (self.values.float() * self.scales[..., None]).to(dtype)
+
+    def __getitem__(
+        self,
+        i: int,
+    ) -> Quantized:  # of one dimension fewer
+        "One expert's, a view."
+        return Quantized(self.values[i], self.scales[i])
+
+
+Weights = torch.Tensor | Quantized  # as they are, or a byte each
 
 # %% ../../nbs/core/05_quantization.ipynb #e31b2672
 def quantize(

@@ -196,7 +196,7 @@ def tile_group(
     "How many tiles meet a column of weights in turn: 1 where the L2 cache easily holds an expert's gate and up, else 16, to read weights less often."
     return 1 if 4 * intermediate * hidden <= 16e6 else 16
 
-# %% ../../nbs/kernels/16_persistent.ipynb #cde2e7e7
+# %% ../../nbs/kernels/16_persistent.ipynb #4e060890
 @lru_cache
 def multiprocessors(
     device: torch.device,
@@ -226,7 +226,7 @@ def launch_persistent(
     c = config or persistent_config(pairs, E + S, x.element_size(), capability(device), tile_group(H, I))
     h, y = torch.empty(pairs * (I + H), dtype=x.dtype, device=device).split((pairs * I, pairs * H))
     dependent = {"launch_pdl": True} if c.pdl else {}
-    key, far_up, far_down = call_key(sizes, x, gate_up_proj, down_proj, weights, index, out, shared_gate_up_proj, shared_down_proj)
+    key, (far_up, far_down), _ = call_key(sizes, x, gate_up_proj, down_proj, weights, index, out, shared_gate_up_proj, shared_down_proj)
     with on_device(x):
         t = sort_pairs(index, E, c.block_m, S, c.pdl)
         most = multiprocessors(device) if c.persistent else 2**31 - 1
