@@ -24,6 +24,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import dispatch
 from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
+from dispatch.kernels.hopper_bytes import SIZES as BYTES_SIZES
 from dispatch.kernels.persistent import persistent_config
 from dispatch.kernels.swap_ab import swap_config
 
@@ -143,7 +144,8 @@ def sum_rows_cases(arch: int):
 
 def described(dtype: str, block: list[int]) -> str:
     "The type of a copy engine's descriptor, whose rows fill their swizzle."
-    return f"tensordesc<{dtype}{block},{NVMMASharedLayout(2 * block[-1], 16, len(block))!r}>"
+    size = 2 if dtype in TYPES else 1
+    return f"tensordesc<{dtype}{block},{NVMMASharedLayout(size * block[-1], 8 * size, len(block))!r}>"
 
 
 def hopper_cases(down: bool):
@@ -154,6 +156,15 @@ def hopper_cases(down: bool):
         types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows, y_desc=rows, stride_x8="i32!")
         meta = dict(E=E, S=S, H=H, I=I, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
         yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
+
+
+def hopper_bytes_cases(down: bool):
+    tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
+    for dtype, kind, (K, H, I) in (("bf16", "i8", (6, 2048, 1408)), ("fp16", "fp8e4nv", (4, 1984, 320)), ("bf16", "fp8e4nv", (2, 4096, 14336))):
+        rows, w = described(dtype, [16, 64]), described(kind, [1, 128, 128] if down else [1, 8, 2, 8, 128])
+        types = tables | dict(x=f"*{dtype}", h=f"*{dtype}", y=f"*{dtype}", scales="*fp32", w_desc=w, h_desc=rows, stride_x8="i32!")
+        meta = dict(H=H, I=I, SIZES=BYTES_SIZES, STAGES=6, GROUP=16 if K == 2 else 1, PDL=True)
+        yield f"{dtype}, {kind}, K={K}", types, meta | ({} if down else dict(K=K, x_layout=NVMMASharedLayout(128, 16, 2))), (4, 3)
 
 
 def combine_cases(arch: int):
@@ -178,6 +189,8 @@ KERNELS = {
     "_sum_rows_kernel": (FALLBACK, sum_rows_cases),
     "_hopper_gate_up_kernel": ((90,), lambda arch: hopper_cases(down=False)),
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
+    "_hopper_bytes_gate_up_kernel": ((90,), lambda arch: hopper_bytes_cases(down=False)),
+    "_hopper_bytes_down_kernel": ((90,), lambda arch: hopper_bytes_cases(down=True)),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

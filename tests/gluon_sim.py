@@ -33,6 +33,8 @@ class Address:
     "A pointer, or a block of them: a flat tensor and offsets in elements."
     def __init__(self, flat: torch.Tensor, offset: Any = 0) -> None: self.flat, self.offset = flat, offset
     def __add__(self, more: Any) -> Address: return Address(self.flat, self.offset + more)
+    @property
+    def dtype(self) -> Any: return types.SimpleNamespace(element_ty=self.flat.dtype)
     __radd__ = __add__
 
 
@@ -41,6 +43,8 @@ class Shared:
     def __init__(self, data: torch.Tensor, layout: Any) -> None: self.data, self.layout = data, layout
     @property
     def shape(self) -> Sequence[int]: return list(self.data.shape)
+    @property
+    def dtype(self) -> torch.dtype: return self.data.dtype
     def index(self, i: int) -> Shared: return Shared(self.data[i], self.layout)
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         assert start + length <= self.data.shape[dim]
@@ -104,35 +108,31 @@ def _load(pointer: Address, mask: Any = True, other: Any = 0) -> Any:
     return torch.where(inside, pointer.flat[torch.where(inside, pointer.offset, 0)], other).as_subclass(Values)
 
 
+def _store(pointer: Address, values: torch.Tensor, mask: Any = True) -> None:
+    inside = torch.as_tensor(mask).expand(pointer.offset.shape)
+    pointer.flat[pointer.offset[inside]] = values.to(pointer.flat.dtype)[inside]
+
+
 def _where(condition: Any, a: Any, b: Any) -> Any: return torch.where(condition, a, b).as_subclass(Values)
 
 
 ATOMIC = threading.Lock()
 
 
-def _atomic_add(pointer: Address, more: int, sem: str = "acq_rel") -> int:
+def _atomic_add(pointer: Address, more: int) -> int:
     with ATOMIC:
         old = int(pointer.flat[pointer.offset])
         pointer.flat[pointer.offset] = old + more
-    if not more:  # somebody is waiting for a count
-        if here.block.errors: raise RuntimeError("another partition failed")
-        time.sleep(1e-4)
     return old
 
 
-def _asm(text: str, constraints: str, args: Sequence[Any], **how: Any) -> int:
-    "The two instructions that Gluon has no word for."
-    if text.startswith("cp.async.bulk.wait_group 0;"):
-        _store_wait(0)
-        _run(here.writes, 0)
-    else: assert text.startswith("fence.proxy.async;")
-    return 0
+def _nothing(dtype: torch.dtype) -> float: return float("nan") if dtype.is_floating_point else -77
 
 
 def _copy_in(values: Callable[[], torch.Tensor], result: Shared) -> Callable[[], None]:
     "Now or later."
     if here.block.rng.random() < 0.5: result.data.copy_(values()); return lambda: None
-    result.data.fill_(float("nan"))
+    result.data.fill_(_nothing(result.dtype))
     return lambda: result.data.copy_(values())
 
 
@@ -247,7 +247,7 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if dtype is torch.int64: return types.SimpleNamespace(index=[Barrier(here.block) for _ in range(shape[0])].__getitem__, shape=shape)
-    data = torch.full(list(shape), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+    data = torch.full(list(shape), _nothing(dtype), dtype=dtype)
     here.block.shared_bytes += data.numel() * data.element_size()
     return Shared(data, layout)
 
@@ -256,13 +256,14 @@ def _language(real: Any) -> Any:
     "Gluon's names that a kernel uses."
     return types.SimpleNamespace(
         constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, where=_where, sum=lambda values, axis: int(values.sum(axis)),
-        num_warps=lambda: here.warps, atomic_add=_atomic_add, inline_asm_elementwise=_asm, thread_barrier=lambda: None,
+        num_warps=lambda: here.warps, atomic_add=_atomic_add, store=_store, convert_layout=lambda values, layout: values,
         float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
         program_id=lambda axis: here.block.program, num_programs=lambda axis: here.block.programs,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")})
+        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMASharedLayout", "NVMMADistributedLayout",
+                                         "SwizzledSharedLayout")})
 
 
 def _simulated(module: Any) -> dict[str, Any]:

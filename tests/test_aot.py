@@ -43,6 +43,6 @@ def test_hopper_kernels_use_wgmma(compiled: list[dict]) -> None:
 
 def test_gluon_kernels_use_wgmma_and_spill_nothing(compiled: list[dict]) -> None:
     rows = [row for row in compiled if row["kernel"].startswith("_hopper")]
-    assert {row["kernel"] for row in rows} == {"_hopper_gate_up_kernel", "_hopper_down_kernel"}
-    assert len(rows) == 3 * 2
+    assert {row["kernel"] for row in rows} == {f"_hopper_{bytes_}{product}_kernel" for bytes_ in ("", "bytes_") for product in ("gate_up", "down")}
+    assert len(rows) == 3 * 4
     for row in rows: assert (row["mma"], row["spilled"]) == (["wgmma.mma_async"], 0), row

@@ -1,4 +1,4 @@
-"""The Gluon kernels of kernels/17_hopper: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
+"""The Gluon kernels of kernels/17_hopper and 18_hopper_bytes: simulated in threads without a GPU, the real ones where there is an H100 or H200."""
 from __future__ import annotations
 
 import re
@@ -10,10 +10,12 @@ import torch
 from gluon_sim import Deadlock, simulate
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from dispatch.core.quantization import KINDS, Quantized, quantize
 from dispatch.core.timing import Disagreement, check_agreement
-from dispatch.kernels import hopper
+from dispatch.kernels import hopper, hopper_bytes
 from dispatch.kernels.fused_moe import fused_moe
 from dispatch.kernels.hopper import hopper_moe
+from dispatch.kernels.hopper_bytes import hopper_bytes_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,13 +36,15 @@ def shared_experts(H: int, I: int, S: int, like: torch.Tensor) -> dict[str, torc
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "`hopper_moe` on a CPU that passes for an H200 with five multiprocessors. The list gets each launch's bytes of shared memory."
     used: list[int] = []
-    def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], **options: Any) -> None:
-        # the last argument says whether kernels overlap: here they don't, and what a kernel does early it does all the same
-        if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, hopper, programs, *tensors, *rest[:-1], True, seed=len(used)))
-        else: kernel[(programs,)](*tensors, *rest)
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(hopper, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 5)
+    for module in (hopper, hopper_bytes):
+        def launch(kernel: Any, key: object, programs: int, tensors: tuple[torch.Tensor, ...], rest: tuple[Any, ...], module: Any = module,
+                   **options: Any) -> None:
+            # the last argument says whether kernels overlap: here they don't, and what a kernel does early it does all the same
+            if isinstance(kernel, GluonJITFunction): used.append(simulate(kernel, module, programs, *tensors, *rest[:-1], True, seed=len(used)))
+            else: kernel[(programs,)](*tensors, *rest)
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 5)
     return used
 
 
@@ -84,6 +88,32 @@ def test_simulated_shared_experts_strides_and_nobodys_indices(simulated: list[in
     assert torch.equal(got, hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared))
 
 
+def quantized(args: tuple[torch.Tensor, ...], kind: torch.dtype) -> tuple[Any, ...]:
+    return args[0], quantize(args[1], kind), quantize(args[2], kind), *args[3:]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_simulated_bytes_agree_with_dequantized_weights(case: dict[str, Any], kind: torch.dtype, simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_bytes, "tile_group", lambda hidden, intermediate: 3 if kind == torch.int8 else 1)
+    args = quantized(example_inputs(**case, dtype=torch.float16), kind)
+    check_agreement(hopper_bytes_moe(*args), reference_moe(*args), "simulated")
+    assert len(simulated) == 2
+    assert max(simulated) < 232448 - 6144, "a block's shared memory on sm90, less what barriers and changes of layout take"
+
+
+def test_simulated_bytes_every_size_of_tile_strides_and_nobodys_indices(simulated: list[int]) -> None:
+    x, gate_up, down, weights, index = quantized(given_rows("cpu", torch.float16, 192, 64), torch.int8)
+    index[3, 0] = -1
+    x = torch.cat([x, x.flip(1)], dim=1)[:, 192:]
+    gate_up = Quantized(torch.cat([gate_up.values, gate_up.values], dim=2)[:, :, :192], gate_up.scales)
+    down = Quantized(torch.repeat_interleave(down.values, 2, 0)[::2], down.scales)
+    want = reference_moe(x, gate_up, down, weights, index, skip_invalid=True)
+    out = torch.empty(192, len(x), dtype=x.dtype).t()
+    assert hopper_bytes_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out) is out
+    check_agreement(out, want, "simulated")
+
+
 def broken(original: Any, replacements: dict[str, str]) -> Any:
     "The module with a fault in one of its Gluon functions."
     import inspect
@@ -102,27 +132,45 @@ def broken(original: Any, replacements: dict[str, str]) -> Any:
     return module
 
 
-FAULTS: dict[str, dict[str, str]] = {
-    "early release": {"warpgroup_mma_wait(1, deps": "warpgroup_mma_wait(2, deps"},  # a stage still being multiplied
-    "wrong phase": {"it // STAGES & 1 ^ 1": "it // STAGES & 1"},  # of the barrier that the producer waits for
-    "no wait": {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"},  # for the copies
-    "overwritten panel": {"if p > 1: tma.store_wait(1)": "pass"},
-    "wrong count": {"_barriers(1 + 128, ": "_barriers(128, "},
-    "early weights twice": {"if it >= EARLY: _fetch": "if it >= 0: _fetch"},
+FAULTS: dict[str, tuple[Any, dict[str, str]]] = {
+    "early release": (hopper, {"warpgroup_mma_wait(1, deps": "warpgroup_mma_wait(2, deps"}),  # a stage still being multiplied
+    "wrong phase": (hopper, {"it // STAGES & 1 ^ 1": "it // STAGES & 1"}),  # of the barrier that the producer waits for
+    "no wait": (hopper, {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"}),  # for the copies
+    "overwritten panel": (hopper, {"if p > 1: tma.store_wait(1)": "pass"}),
+    "wrong count": (hopper, {"_barriers(1 + 128, ": "_barriers(128, "}),
+    "early weights twice": (hopper, {"if it >= EARLY: _fetch": "if it >= 0: _fetch"}),
+    "bytes, early release": (hopper_bytes, {"acc = warpgroup_mma_wait(0, deps=(acc,))": "acc = warpgroup_mma_wait(2 if s < STEPS - 1 else 0, deps=(acc,))"}),
+    "bytes, no wait": (hopper_bytes, {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"}),
+    "bytes, too few announced": (hopper_bytes, {"(j + 1) * 2 * 16": "(j + 1) * 16"}),
+    "bytes, up's scales for gate": (hopper_bytes, {"+ r // 8 % 2 * I + c": "+ I + c"}),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_the_simulator_notices(fault: dict[str, str], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
+def test_the_simulator_notices(fault: tuple[Any, dict[str, str]], monkeypatch: pytest.MonkeyPatch, simulated: list[int]) -> None:
     monkeypatch.setattr("gluon_sim.PATIENCE_S", 0.5)
-    module = broken(hopper, fault)
-    monkeypatch.setattr(hopper, "launch", lambda kernel, key, programs, tensors, rest, **options: (
+    original, replacements = fault
+    module = broken(original, replacements)
+    monkeypatch.setattr(original, "launch", lambda kernel, key, programs, tensors, rest, **options: (
         simulate(getattr(module, kernel.fn.__name__), module, programs, *tensors, *rest[:-1], True) if isinstance(kernel, GluonJITFunction)
         else kernel[(programs,)](*tensors, *rest)))
-    args = example_inputs(T=330, E=2, K=1, H=640, I=384, dtype=torch.float16)
+    args: Any = example_inputs(T=150, E=2, K=1, H=1024, I=896, dtype=torch.float16)
+    layer = hopper_moe
+    if original is hopper_bytes: args, layer = quantized(args, torch.int8), hopper_bytes_moe
     want = reference_moe(*args)
-    with pytest.raises((Deadlock, Disagreement, AssertionError)):
-        check_agreement(hopper_moe(*args), want, "broken")
+    with pytest.raises((Deadlock, Disagreement, AssertionError)): check_agreement(layer(*args), want, "broken")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(H=96), "H is 96 and I is 64; accepted are multiples of 64"), (dict(dtype=torch.float32), "the tokens are torch.float32; accepted are bfloat16"),
+])
+def test_what_the_copy_engine_cannot_read_of_bytes_is_refused(changes: dict[str, Any], message: str, simulated: list[int]) -> None:
+    args = example_inputs(**dict(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16) | changes)
+    with pytest.raises(ValueError, match=message): hopper_bytes_moe(*quantized(args, torch.int8))
+    with pytest.raises(TypeError, match="are plain tensors; accepted here are Quantized ones"): hopper_bytes_moe(*args)
+    x, gate_up, *rest = quantized(example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16), torch.int8)
+    odd = Quantized(torch.cat([gate_up.values, gate_up.values[:, :, :8]], dim=2)[:, :, :64], gate_up.scales)
+    with pytest.raises(ValueError, match="gate_up_proj has strides"): hopper_bytes_moe(x, odd, *rest)
 
 
 def test_a_cpu_is_refused() -> None:
@@ -230,3 +278,20 @@ def test_gpu_offsets_past_two_gigaelements() -> None:
     args[4][:, 0] = E - 1
     args[4][:, 1] = torch.arange(64, device="cuda") % (E - 1)
     check_agreement(hopper_moe(*args), reference_moe(*args), "hopper, far weights")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_gpu_bytes_agree_with_dequantized_weights(case: dict[str, Any], kind: torch.dtype) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        args = quantized(example_inputs(**case, dtype=dtype, device="cuda"), kind)
+        got = hopper_bytes_moe(*args)
+        check_agreement(got, reference_moe(*args), "hopper, bytes")
+        assert torch.equal(got, hopper_bytes_moe(*args[:4], args[4].int()))
+
+
+@pytest.mark.gpu
+def test_gpu_bytes_every_size_of_tile() -> None:
+    args = quantized(given_rows("cuda", torch.bfloat16, 256, 192), torch.int8)
+    check_agreement(hopper_bytes_moe(*args), reference_moe(*args), "hopper, bytes")

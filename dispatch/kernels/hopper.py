@@ -295,7 +295,7 @@ def _combine_kernel(y, position, index, top_k_weights, out, stride_ot, stride_oh
         acc += part * tl.load(top_k_weights + t * K + s) if s < K else part
     tl.store(out + t * stride_ot + n.to(tl.int64) * stride_oh, acc.to(out.dtype.element_ty), mask=n < H)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #a1d16130
+# %% ../../nbs/kernels/17_hopper.ipynb #d8caabc0
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -320,12 +320,12 @@ TILE = 128  # the most tokens of a tile
 
 
 @lru_cache
-def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout: return gl.NVMMASharedLayout(swizzle, 16, rank)
+def _layout(rank: int, swizzle: int, bits: int) -> gl.NVMMASharedLayout: return gl.NVMMASharedLayout(swizzle, bits, rank)
 
 
 def _blocks(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     "The copy engine's description of a tensor: blocks of rows of 128 bytes, swizzled as the tensor cores read them."
-    return TensorDescriptor(t, shape, strides, block, _layout(len(block), block[-1] * 2))
+    return TensorDescriptor(t, shape, strides, block, _layout(len(block), block[-1] * t.element_size(), 8 * t.element_size()))
 
 
 def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int) -> Any:
