@@ -34,7 +34,8 @@ from dispatch.bench.race import (
     weight_sets,
 )
 from dispatch.core.evidence import Run, read_run
-from dispatch.core.roofline import Ceilings, MoEShape
+from dispatch.core.quantization import NAMES
+from dispatch.core.roofline import H200, Ceilings, MoEShape
 from dispatch.core.timing import Disagreement
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -289,7 +290,8 @@ def test_contestants_by_name() -> None:
     assert find_contestant("dispatch").backend == "auto"
     for name in CONTESTANTS:
         if importlib.util.find_spec(PACKAGES.get(name, "torch")) is None:
-            with pytest.raises(MissingPackage, match=rf"{name} needs the package .* --python {name}="): find_contestant(name)
+            who = name.partition("@")[0].removesuffix("-marlin")
+            with pytest.raises(MissingPackage, match=rf"{who} needs the package .* --python {who}="): find_contestant(name)
     for tokens in (1, 32, 33, 512, 513, 8192): assert 10 <= len(vllm_candidates(tokens)) <= 13
 
 
@@ -312,3 +314,30 @@ def test_what_is_no_python_is_told() -> None:
     with pytest.raises(FileNotFoundError, match="is no Python"): has_package("torch", "/bin/true")
     assert has_package("torch")
     assert not has_package("no_such_package")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_race_beside_floats(name: str) -> None:
+    "Rows of both, each against what its weights stand for, the bytes' with their own floor."
+    shape = MoEShape("tiny", 8, 2, 64, 32)
+    cells = [(shape, 4, "uniform")]
+    (rows, out), = race(["reference", f"dispatch@{name}"], cells, ["eager"], "float32", H200, repeats=2, samples=2, device="cpu", progress=False)
+    assert not out
+    plain, bytes_ = sorted(rows, key=lambda r: r["precision"] == name)
+    assert (plain["precision"], bytes_["precision"]) == ("fp32", name)
+    assert plain["weight_bytes"] == 4 * bytes_["weight_bytes"]
+    assert bytes_["floor_us"] < plain["floor_us"]
+    assert plain["inputs"] == bytes_["inputs"]
+    assert bytes_["rel_err"] < 1e-5, "against dequantized weights"
+
+
+def test_a_contestant_that_rounds_tokens_passes_up_to_its_own_bound() -> None:
+    shape = MoEShape("tiny", 8, 2, 64, 32)
+    sets = weight_sets(shape, 1, torch.float32, "cpu")
+    inputs = problems(shape, 4, "uniform", sets, 2)
+    who = dispatch_contestant("reference", torch.int8)
+    def rounding(*given: object) -> object:
+        layer = who.build(*given)
+        return lambda x, *routing: layer(x, *routing) * 1.03
+    with pytest.raises(Disagreement): race_cell(replace(who, build=rounding), shape, "uniform", inputs, sets, "eager", samples=1)
+    assert race_cell(replace(who, build=rounding, bound=0.06), shape, "uniform", inputs, sets, "eager", samples=1)["rel_err"] == pytest.approx(0.03, rel=0.01)
