@@ -53,7 +53,7 @@ def svg(
     plt.close(fig)
     return SVG(buffer.getvalue())
 
-# %% ../../nbs/core/03_plots.ipynb #381dba04
+# %% ../../nbs/core/03_plots.ipynb #30730f37
 def over_tokens(
     frame: pd.DataFrame,  # columns tokens, distribution, contestant, mode, and `y`
     y: str,  # the column to show
@@ -93,9 +93,11 @@ def _panel(ax: Axes, frame: pd.DataFrame, y: str, floor: str | None, colours: di
     if floor and frame[floor].notna().any():
         line = frame.drop_duplicates("tokens").sort_values("tokens")
         ax.plot(line.tokens, line[floor], color="0.45", ls=":", lw=1.5, label="floor")
-    ticks = sorted(frame.tokens.unique())
+    every, ticks = sorted(frame.tokens.unique(), reverse=True), list[int]()
+    for t in every:  # as many as have room, the largest first
+        if not ticks or (ticks[-1] / t) ** 6.5 >= every[0] / every[-1]: ticks.append(t)
     ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks[::2] if len(ticks) > 8 else ticks, [f"{t:,}" for t in (ticks[::2] if len(ticks) > 8 else ticks)])
+    ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
     ax.minorticks_off()
     ax.set_xlabel("tokens in the call")
 
