@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatch.core.quantization import quantize
 from dispatch.core.roofline import SHAPES, MoEShape
 from dispatch.core.timing import agreement, check_agreement
 from dispatch.kernels.fused_moe import BACKENDS, _choose, _fused_moe_op, _pick, _table, choose_backend, fused_moe
@@ -534,7 +535,15 @@ def test_the_fast_check_takes_nothing_bad(name: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "reference", "naive"])
 def test_the_operator(backend: str, shared: bool) -> None:
     args = example_inputs(device=DEVICE)
-    torch.library.opcheck(_fused_moe_op, (*args, *(shared_experts(args[2], 2).values() if shared else (None, None)), False, backend))
+    torch.library.opcheck(_fused_moe_op, (*args, *(shared_experts(args[2], 2).values() if shared else (None, None)), False, backend, []))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_operator_with_bytes(shared: bool) -> None:
+    x, w13, w2, tw, ti = example_inputs(device=DEVICE)
+    routed, both = [quantize(w, torch.int8) for w in (w13, w2)], [quantize(w, torch.int8) for w in shared_experts(w2, 2).values()] if shared else []
+    given = x, *(q.values for q in routed), tw, ti, *([q.values for q in both] or (None, None)), False, "auto", [q.scales for q in routed + both]
+    torch.library.opcheck(_fused_moe_op, given)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -165,7 +165,20 @@ def test_written_and_loaded_again(name: str, published: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=f"holds {name} experts, which can't become .*; quantize the original"):
         DeepseekMoE.load(folder, torch.float32, progress=False, kind=NAMES[other])
     with pytest.raises(CheckpointError, match="already holds a checkpoint"): quantize_checkpoint(published, folder, name, progress=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file; name an empty or a new folder"): quantize_checkpoint(published, tmp_path / "file", progress=False)
     with pytest.raises(ValueError, match="kind is 'int4'; accepted are int8, fp8"): quantize_checkpoint(published, tmp_path / "x", "int4")
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+def test_broken_scales_in_a_file_are_named(scale: float, tmp_path: Path) -> None:
+    config = replace(SMALL, n_routed_experts=2, num_hidden_layers=2)
+    folder = quantize_checkpoint(write_random_checkpoint(tmp_path / "plain", config, progress=False), tmp_path / "int8", progress=False)
+    made = load_file(folder / "model.safetensors")
+    made["model.layers.1.mlp.experts.1.down_proj.weight_scale"][3] = scale
+    save_file(made, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"scales in model\.layers\.1\.mlp\.experts\.1\.down_proj\.weight_scale that are negative or not finite"):
+        load_weights(open_checkpoint(folder), progress=False)
 
 
 def test_a_broken_weight_in_a_file_is_named(tmp_path: Path) -> None:
@@ -278,6 +291,7 @@ def test_what_is_refused() -> None:
         fused_moe(x, gate_up, Quantized(down.values[:7], down.scales[:7].clone()), weights, index)
     with pytest.raises(ValueError, match="gate_up_proj's scales have strides"):
         fused_moe(x, Quantized(gate_up.values, gate_up.scales.repeat_interleave(2, 1)[:, ::2]), down, weights, index)
+    with pytest.raises(TypeError, match="gate_up_proj is a str"): fused_moe(x, "weights", down, weights, index)
     for backend in BACKENDS.keys() - set(READERS):
         with pytest.raises(ValueError, match=f"'{backend}', which reads no quantized weights; accepted with them are 'auto', 'reference', 'gemv', 'swap_ab'"):
             fused_moe(x, gate_up, down, weights, index, backend=backend)

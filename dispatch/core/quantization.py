@@ -12,12 +12,12 @@ import torch
 # %% auto #0
 __all__ = ['KINDS', 'NAMES', 'Weights', 'Quantized', 'quantize']
 
-# %% ../../nbs/core/05_quantization.ipynb #54fe3a9d
+# %% ../../nbs/core/05_quantization.ipynb #1d907bda
 KINDS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype → the value that a row's largest weight gets
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     "Weights of one byte, and a scale for each row of them."
     values: torch.Tensor  # [..., N, K] int8 or float8_e4m3fn

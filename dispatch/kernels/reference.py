@@ -20,7 +20,7 @@ from .routing import synthetic_routing
 __all__ = ['DTYPES', 'INDEX_DTYPES', 'NO_GRADIENTS', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'whole_float32',
            'random_experts', 'example_inputs']
 
-# %% ../../nbs/kernels/11_reference.ipynb #05a6003e
+# %% ../../nbs/kernels/11_reference.ipynb #d092b83b
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 NO_GRADIENTS = "an input requires gradients, and this layer computes none; call it under torch.no_grad() or torch.inference_mode()"
@@ -94,7 +94,8 @@ def _bytes(
     accepted = ("tensors" if not kinds else f"tensors, and weights quantized as {_names(kinds)}") + ", all of one kind"
     for name, kind in found.items():
         if kind != found[first] or kind not in kinds:
-            what = f"{_names((kind,))} with scales" if kind else "a plain tensor"
+            plain = "a plain tensor" if isinstance(given[name], torch.Tensor) else f"a {type(given[name]).__name__}"
+            what = f"{_names((kind,))} with scales" if kind else plain
             raise TypeError(f"{name} is {what}{f', and {first} is not' if kind != found[first] else ''}; accepted here are {accepted}")
     for name, w in given.items():
         if isinstance(w, Quantized) and not w.scales.is_contiguous():

@@ -228,7 +228,7 @@ def empty_weights(
     norm = new("model.norm.weight", H)
     return Weights(embed, layers, norm, embed if c.tie_word_embeddings else new("lm_head.weight", c.vocab_size, H), slots)
 
-# %% ../../nbs/model/21_checkpoint.ipynb #0001305c
+# %% ../../nbs/model/21_checkpoint.ipynb #09afe4a4
 def load_weights(
     checkpoint: Checkpoint,  # of open_checkpoint
     dtype: torch.dtype = torch.bfloat16,
@@ -256,13 +256,15 @@ def load_weights(
                             slot.values.copy_(q.values)
                             slot.scales.copy_(q.scales)
                         else: slot.copy_(f.get_tensor(t))
+                        if t.endswith("_scale") and isinstance(slot, torch.Tensor) and not bool((slot.isfinite() & (slot >= 0)).all()):
+                            raise CheckpointError(f"{checkpoint.folder / name} has scales in {t} that are negative or not finite")
                         bar.update(slot.nbytes)
             except ValueError as e: raise CheckpointError(f"{checkpoint.folder / name} can't be quantized: {e}") from e
             except (SafetensorError, OSError) as e: raise CheckpointError(f"{checkpoint.folder / name} can't be read: {e}") from e
     bar.close()
     return weights
 
-# %% ../../nbs/model/21_checkpoint.ipynb #dcfaf656
+# %% ../../nbs/model/21_checkpoint.ipynb #d9bfb3f7
 def _shards(names: list[str], shapes: dict[str, tuple[int, ...]], file_bytes: float) -> Iterator[list[str]]:
     "Names in order, cut so that a shard holds about `file_bytes` in bf16."
     shard: list[str] = []
@@ -276,6 +278,13 @@ def _shards(names: list[str], shapes: dict[str, tuple[int, ...]], file_bytes: fl
     if shard: yield shard
 
 
+def _vacant(folder: Path) -> None:
+    "CheckpointError unless a checkpoint can be written there."
+    if folder.exists() and not folder.is_dir(): raise CheckpointError(f"{folder} is a file; name an empty or a new folder")
+    if list(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} already holds a checkpoint; name an empty or a new folder")
+
+
 def write_checkpoint(
     folder: Path | str,
     config: ModelConfig,
@@ -285,8 +294,7 @@ def write_checkpoint(
 ) -> Path:
     "Write a checkpoint in the published format. Refuses a folder that already holds one."
     folder = Path(folder)
-    if list(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} already holds a checkpoint; name an empty or a new folder")
+    _vacant(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shapes = tensor_shapes(config)
     shards = list(_shards(list(shapes), shapes, file_gb * 1e9))
@@ -319,6 +327,7 @@ def quantize_checkpoint(
 ) -> Path:
     "A copy with the routed experts as bytes and a scale a row, float32 beside each (`…weight_scale`), and the tokenizer. Raises CheckpointError."
     if kind not in NAMES: raise ValueError(f"kind is {kind!r}; accepted are {', '.join(NAMES)}")
+    _vacant(Path(folder))  # before the work, not after it
     checkpoint = open_checkpoint(source)
     weights = load_weights(checkpoint, torch.bfloat16, device, progress, NAMES[kind])
     write_checkpoint(folder, replace(checkpoint.config, expert_weights=kind), weights.tensor, progress=progress)
