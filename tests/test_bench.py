@@ -341,3 +341,10 @@ def test_a_contestant_that_rounds_tokens_passes_up_to_its_own_bound() -> None:
         return lambda x, *routing: layer(x, *routing) * 1.03
     with pytest.raises(Disagreement): race_cell(replace(who, build=rounding), shape, "uniform", inputs, sets, "eager", samples=1)
     assert race_cell(replace(who, build=rounding, bound=0.06), shape, "uniform", inputs, sets, "eager", samples=1)["rel_err"] == pytest.approx(0.03, rel=0.01)
+
+
+def test_an_interpreter_for_other_weights() -> None:
+    assert python_of("vllm@int8", {"vllm": "/a"}) == python_of("vllm-marlin@int8", {"vllm": "/a"}) == python_of("vllm-tuned", {"vllm": "/a"}) == "/a"
+    assert python_of("vllm@int8", {"vllm": "/a", "vllm@int8": "/b"}) == "/b"
+    assert python_of("vllm-marlin@int8", {"vllm": "/a", "vllm-marlin": "/b"}) == "/b"
+    assert python_of("sglang@fp8", {"vllm": "/a"}) is None

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dispatch.bench.contestants import as_backend, find_contestant
 from dispatch.cli import main
 from dispatch.core.quantization import KINDS, NAMES, Quantized, quantize
 from dispatch.core.timing import check_agreement
@@ -153,8 +154,9 @@ def test_gpu_loading_never_holds_much_more_than_the_bytes(name: str, published: 
 @pytest.mark.parametrize("name", NAMES)
 def test_written_and_loaded_again(name: str, published: Path, tmp_path: Path) -> None:
     (published / "tokenizer_config.json").write_text("{}")
+    (published / "pytorch_model.bin").write_text("the same weights in another format")
     folder = quantize_checkpoint(published, tmp_path / name, name, progress=False)
-    assert (folder / "tokenizer_config.json").read_text() == "{}"
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
     assert read_config(folder) == replace(SMALL, expert_weights=name)
     at_once, again = (DeepseekMoE.load(f, torch.float32, "cpu", progress=False, kind=k) for f, k in ((published, NAMES[name]), (folder, None)))
     ids = torch.arange(12).view(1, -1)
@@ -165,6 +167,10 @@ def test_written_and_loaded_again(name: str, published: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=f"holds {name} experts, which can't become .*; quantize the original"):
         DeepseekMoE.load(folder, torch.float32, progress=False, kind=NAMES[other])
     with pytest.raises(CheckpointError, match="already holds a checkpoint"): quantize_checkpoint(published, folder, name, progress=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; name an empty or a new folder"): quantize_checkpoint(published, tmp_path / "mine", progress=False)
+    assert (tmp_path / "mine/notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file; name an empty or a new folder"): quantize_checkpoint(published, tmp_path / "file", progress=False)
     with pytest.raises(ValueError, match="kind is 'int4'; accepted are int8, fp8"): quantize_checkpoint(published, tmp_path / "x", "int4")
@@ -179,6 +185,40 @@ def test_broken_scales_in_a_file_are_named(scale: float, tmp_path: Path) -> None
     save_file(made, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"scales in model\.layers\.1\.mlp\.experts\.1\.down_proj\.weight_scale that are negative or not finite"):
         load_weights(open_checkpoint(folder), progress=False)
+
+
+def test_a_copy_that_fails_leaves_nothing_that_looks_complete(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (published / "tokenizer.json").write_text("{}")
+    def full(*args: object) -> None: raise OSError(28, "No space left on device")
+    monkeypatch.setattr("dispatch.model.checkpoint.shutil.copy2", full)
+    with pytest.raises(OSError, match="No space left"): quantize_checkpoint(published, tmp_path / "q", progress=False)
+    with pytest.raises(Exception, match=r"config\.json"): open_checkpoint(tmp_path / "q")
+    (published / "tokenizer.json").unlink()
+
+
+def test_too_large_for_float32_is_not_finite() -> None:
+    with pytest.raises(ValueError, match="has 1 values that are not finite, the first at \\[1, 2\\]: 1e"):
+        w = torch.ones(2, 3, dtype=torch.float64)
+        w[1, 2] = 1e300
+        quantize(w, torch.int8)
+    assert not quantize(torch.nn.Parameter(torch.ones(2, 3)), torch.int8).scales.requires_grad
+
+
+def test_compiled_a_mixture_is_refused() -> None:
+    (x, gate_up, _, weights, index), _ = quantized(example_inputs(), torch.int8)
+    with pytest.raises(Exception, match="some weights are quantized and some are plain tensors"):
+        torch.compile(fused_moe, backend="eager", fullgraph=True)(x, gate_up, example_inputs()[2], weights, index)
+
+
+def test_a_contestant_inside_a_model_wants_its_own_kind() -> None:
+    model = DeepseekMoE.load(tiny_folder(), torch.float32, progress=False, kind=torch.int8)
+    ids = torch.arange(6)[None]
+    want = model.forward(ids)
+    shape = model.config.moe_shape
+    model.backend = as_backend(find_contestant("dispatch@int8"), shape)
+    assert torch.equal(model.forward(ids), want)
+    model.backend = as_backend(find_contestant("dispatch"), shape)
+    with pytest.raises(TypeError, match=r"dispatch takes plain weights here, and the model's are torch\.int8"): model.forward(ids)
 
 
 def test_a_broken_weight_in_a_file_is_named(tmp_path: Path) -> None:
@@ -281,17 +321,21 @@ def test_bytes_with_strides_and_nobodys_indices() -> None:
 def test_what_is_refused() -> None:
     (x, gate_up, down, weights, index), _ = quantized(example_inputs(), torch.int8)
     plain = example_inputs()
-    with pytest.raises(TypeError, match=r"down_proj is a plain tensor, and gate_up_proj is not; accepted here are tensors, and weights quantized as int8"):
+    with pytest.raises(TypeError, match="gate_up_proj is int8 with scales and down_proj is a plain tensor; accepted here are tensors, and weights"):
         fused_moe(x, gate_up, plain[2], weights, index)
-    with pytest.raises(TypeError, match="down_proj is float8_e4m3fn with scales, and gate_up_proj is not"):
+    with pytest.raises(TypeError, match="gate_up_proj is int8 with scales and down_proj is float8_e4m3fn with scales"):
         fused_moe(x, gate_up, quantize(plain[2], torch.float8_e4m3fn), weights, index)
-    with pytest.raises(TypeError, match="shared_gate_up_proj is a plain tensor"):
+    with pytest.raises(TypeError, match="gate_up_proj is int8 with scales and shared_gate_up_proj is a plain tensor"):
         fused_moe(x, gate_up, down, weights, index, shared_gate_up_proj=plain[1][0], shared_down_proj=plain[2][0])
     with pytest.raises(ValueError, match=r"down_proj has shape \(7, 16, 24\)"):
         fused_moe(x, gate_up, Quantized(down.values[:7], down.scales[:7].clone()), weights, index)
     with pytest.raises(ValueError, match="gate_up_proj's scales have strides"):
         fused_moe(x, Quantized(gate_up.values, gate_up.scales.repeat_interleave(2, 1)[:, ::2]), down, weights, index)
-    with pytest.raises(TypeError, match="gate_up_proj is a str"): fused_moe(x, "weights", down, weights, index)
+    with pytest.raises(TypeError, match="gate_up_proj is a str and down_proj is int8"): fused_moe(x, "weights", down, weights, index)
+    gate_up.scales.requires_grad_()
+    for backend in READERS:
+        with pytest.raises(RuntimeError, match="requires gradients"): fused_moe(x, gate_up, down, weights, index, backend=backend)
+    gate_up.scales.requires_grad_(False)
     for backend in BACKENDS.keys() - set(READERS):
         with pytest.raises(ValueError, match=f"'{backend}', which reads no quantized weights; accepted with them are 'auto', 'reference', 'gemv', 'swap_ab'"):
             fused_moe(x, gate_up, down, weights, index, backend=backend)

@@ -53,7 +53,7 @@ class Quantized:
 
 Weights = torch.Tensor | Quantized  # as they are, or a byte each
 
-# %% ../../nbs/core/05_quantization.ipynb #e31b2672
+# %% ../../nbs/core/05_quantization.ipynb #a6517fac
 def quantize(
     weight: torch.Tensor,  # [..., N, K], floating-point
     kind: torch.dtype,  # int8 or float8_e4m3fn
@@ -63,9 +63,10 @@ def quantize(
     if kind not in KINDS: raise TypeError(f"kind is {kind}; accepted are {', '.join(map(str, KINDS))}")
     if not weight.is_floating_point() or weight.itemsize < 2: raise TypeError(f"{name} is {weight.dtype}; accepted are floats of two bytes and more")
     if weight.ndim < 2: raise ValueError(f"{name} has shape {tuple(weight.shape)}; accepted is [..., N, K]")
+    weight = weight.detach()
     largest = weight.abs().amax(-1).float() if weight.shape[-1] else torch.zeros(weight.shape[:-1], device=weight.device)
     if not bool(largest.isfinite().all()):
-        wrong = weight.isfinite().logical_not()
+        wrong = weight.float().isfinite().logical_not()  # a float64 beyond float32's range is none either
         first = tuple(int(i) for i in wrong.nonzero()[0])
         raise ValueError(f"{name} has {int(wrong.sum())} values that are not finite, the first at {list(first)}: {float(weight[first])}")
     scales = largest / KINDS[kind]

@@ -128,7 +128,7 @@ def choose_backend(
         gpu = gpu or name
     return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu or "", quantized)
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #3993e188
+# %% ../../nbs/kernels/19_fused_moe.ipynb #29adde27
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -207,9 +207,11 @@ def fused_moe(
     args = hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index
     if torch.compiler.is_compiling():
         matrices = [w for w in (gate_up_proj, down_proj, shared_gate_up_proj, shared_down_proj) if w is not None]
-        values = [parts(w)[0] for w in matrices]
-        y: torch.Tensor = _fused_moe_op(hidden_states, *values[:2], top_k_weights, top_k_index, *(values[2:] or (None, None)), skip_invalid, backend,
-                                        [w.scales for w in matrices if isinstance(w, Quantized)])
+        scales = [w.scales for w in matrices if isinstance(w, Quantized)]
+        if scales and len(scales) < len(matrices): raise TypeError("some weights are quantized and some are plain tensors; accepted are all or none")
+        shared = [None if w is None else parts(w)[0] for w in (shared_gate_up_proj, shared_down_proj)]
+        y: torch.Tensor = _fused_moe_op(hidden_states, parts(gate_up_proj)[0], parts(down_proj)[0], top_k_weights, top_k_index, *shared, skip_invalid,
+                                        backend, scales)
         if out is None: return y
         if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
             raise ValueError(f"out is {out.dtype} {out.shape} on {out.device}; accepted is {y.dtype} {y.shape} on {y.device}")

@@ -215,7 +215,7 @@ def _hopper_bytes_down_kernel(
                           COLUMNS, STEPS, GROUP, PDL)),
     ], [4, 1], [216, 72])
 
-# %% ../../nbs/kernels/18_hopper_bytes.ipynb #24e0f711
+# %% ../../nbs/kernels/18_hopper_bytes.ipynb #8c9da867
 SIZES = (16, 32, 64)  # how many tokens a tile is computed as; the last is the most that it has
 
 
@@ -292,8 +292,8 @@ def hopper_bytes_moe(
     is how Marlin and CUTLASS's mixed-input kernels do it. Raises as `check_inputs` does, TypeError for weights that are not quantized, ValueError for what
     the copy engine can't read, and RuntimeError elsewhere than on such a GPU.
     """
-    if not isinstance(gate_up_proj, Quantized) or not isinstance(down_proj, Quantized):
-        raise TypeError("gate_up_proj and down_proj are plain tensors; accepted here are Quantized ones")
+    for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if not isinstance(w, Quantized): raise TypeError(f"{name} is a {type(w).__name__}; accepted here is a Quantized")
     sizes = check_inputs(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out, skip_invalid, kinds=tuple(KINDS))
     if out is None: out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     launch_hopper_bytes(sizes, hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_index, out)

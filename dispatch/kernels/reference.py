@@ -20,7 +20,7 @@ from .routing import synthetic_routing
 __all__ = ['DTYPES', 'INDEX_DTYPES', 'NO_GRADIENTS', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'whole_float32',
            'random_experts', 'example_inputs']
 
-# %% ../../nbs/kernels/11_reference.ipynb #d092b83b
+# %% ../../nbs/kernels/11_reference.ipynb #bafd868e
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 NO_GRADIENTS = "an input requires gradients, and this layer computes none; call it under torch.no_grad() or torch.inference_mode()"
@@ -92,12 +92,13 @@ def _bytes(
     if not any(found.values()): return None
     first = next(iter(found))
     accepted = ("tensors" if not kinds else f"tensors, and weights quantized as {_names(kinds)}") + ", all of one kind"
-    for name, kind in found.items():
-        if kind != found[first] or kind not in kinds:
-            plain = "a plain tensor" if isinstance(given[name], torch.Tensor) else f"a {type(given[name]).__name__}"
-            what = f"{_names((kind,))} with scales" if kind else plain
-            raise TypeError(f"{name} is {what}{f', and {first} is not' if kind != found[first] else ''}; accepted here are {accepted}")
+    said = {name: f"{_names((kind,))} with scales" if kind else "a plain tensor" if isinstance(given[name], torch.Tensor) else f"a {type(given[name]).__name__}"
+            for name, kind in found.items()}
+    if other := next((name for name, kind in found.items() if kind != found[first]), None):
+        raise TypeError(f"{first} is {said[first]} and {other} is {said[other]}; accepted here are {accepted}")
+    if found[first] not in kinds: raise TypeError(f"{first} is {said[first]}; accepted here are {accepted}")
     for name, w in given.items():
+        if isinstance(w, Quantized) and w.scales.requires_grad and torch.is_grad_enabled(): raise RuntimeError(NO_GRADIENTS)
         if isinstance(w, Quantized) and not w.scales.is_contiguous():
             raise ValueError(f"{name}'s scales have strides {w.scales.stride()} at shape {tuple(w.scales.shape)}; accepted is a contiguous tensor")
     return found[first]
