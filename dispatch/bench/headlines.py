@@ -19,7 +19,7 @@ from ..core.roofline import SHAPES, moe_flops
 __all__ = ['TOKENS', 'DISTRIBUTIONS', 'GPU', 'ENTRANTS', 'race_rows', 'results_root', 'published_race', 'verdicts', 'race_table',
            'as_markdown', 'headline_markdown']
 
-# %% ../../nbs/bench/79_headlines.ipynb #3832eeb5
+# %% ../../nbs/bench/79_headlines.ipynb #af639ff5
 def race_rows(
     run: RunInfo,  # a run of phase-1's form
     every_shape: bool = False,  # else only the shape that the race begins with
@@ -27,7 +27,7 @@ def race_rows(
     "A race's rows, its later parts joined, with `gb_s`, `tflop_s` and `over_floor` (median over floor) beside them."
     frame = load_rows(run.folder.parent.parent, "phase-1", "kernels")
     frame = frame[frame.run == run.id]
-    if len(frame): frame = frame[~frame.precision.isin(NAMES)]  # weights of one byte have a page of their own
+    if "precision" in frame: frame = frame[~frame.precision.isin(NAMES)]  # weights of one byte have a page of their own
     if not every_shape and len(frame): frame = frame[frame["shape"] == frame["shape"].iloc[0]]
     frame = frame.reset_index(drop=True)
     flops = [moe_flops(SHAPES[s], t) if s in SHAPES else float("nan") for s, t in zip(frame["shape"], frame.tokens, strict=True)]
