@@ -12,7 +12,7 @@ import torch
 # %% auto #0
 __all__ = ['KINDS', 'NAMES', 'Weights', 'Quantized', 'quantize']
 
-# %% ../../nbs/core/05_quantization.ipynb #1d907bda
+# %% ../../nbs/core/05_quantization.ipynb #577e665f
 KINDS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype → the value that a row's largest weight gets
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -49,6 +49,13 @@ class Quantized:
     ) -> Quantized:  # of one dimension fewer
         "One expert's, a view."
         return Quantized(self.values[i], self.scales[i])
+
+    def chunk(
+        self,
+        parts: int,
+    ) -> list[Quantized]:
+        "Views of so many equal parts along the first dimension, as a tensor's `chunk` gives."
+        return [Quantized(v, s) for v, s in zip(self.values.chunk(parts), self.scales.chunk(parts), strict=True)]
 
 
 Weights = torch.Tensor | Quantized  # as they are, or a byte each

@@ -74,7 +74,7 @@ def _store(values, panels, desc, row, column):
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [row, column + 64 * p], panels.index(p % 2))
 
-# %% ../../nbs/kernels/17_hopper.ipynb #bcd5b902
+# %% ../../nbs/kernels/17_hopper.ipynb #f4fe5c5c
 @gluon.jit
 def _barriers(ARRIVALS: gl.constexpr, STAGES: gl.constexpr):
     "For each stage: `ready` when so many have arrived, `empty` when both multiplying groups have; slots to tell of work in, `told` and `heard`."
@@ -100,6 +100,13 @@ def _place(item, items, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
     height = items // COLUMNS - first
     height = height if height < GROUP else GROUP
     return first + left % height, left // height
+
+
+@gluon.jit
+def _piece(item, items, tile_expert, tile_row, tile_rows, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    "What a piece of work is: its tile's expert, first row and number of rows, and its column."
+    tile, column = _place(item, items, COLUMNS, GROUP)
+    return gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile), column
 
 
 @gluon.jit
@@ -134,7 +141,7 @@ def _consumer(TILE: gl.constexpr, x_bufs, w_bufs, ready, empty, slots, told, hea
         column, row, rows = _hear(slots, told, heard, n)
     tma.store_wait(0)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #45a66f11
+# %% ../../nbs/kernels/17_hopper.ipynb #885cc448
 @gluon.jit
 def _swiglu(acc, N: gl.constexpr):
     "[64, N/2] from [64, N], of whose groups of 16 columns the first eight are gate, the others up."
@@ -161,8 +168,7 @@ def _gate_up_producer(
     k = gl.arange(0, 64, gl.SliceLayout(0, layout))
     it, n, item = 0, 0, gl.program_id(0)
     while item < items:
-        tile, column = _place(item, items, COLUMNS, GROUP)
-        e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
+        e, row, rows, column = _piece(item, items, tile_expert, tile_row, tile_rows, COLUMNS, GROUP)
         _tell(slots, told, heard, n, column, row, rows)
         x_ptr, real = (), ()
         for j in gl.static_range(2):
@@ -208,7 +214,7 @@ def _hopper_gate_up_kernel(
                              tile_rows, tiles + 1, items, E, SLOTS, S, COLUMNS, STEPS, GROUP)),
     ], [4, 4], [216, 72])
 
-# %% ../../nbs/kernels/17_hopper.ipynb #60071b70
+# %% ../../nbs/kernels/17_hopper.ipynb #cec1c03b
 @gluon.jit
 def _down_tile(x_bufs, w_bufs, ready, empty, panels, y_desc, row, column, it, WG: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr):
     "One warp group's piece of y, [64, N]."
@@ -239,8 +245,7 @@ def _down_producer(
             for s in gl.static_range(EARLY): _fetch(w_desc, shared_desc, ready.index(s), w_bufs.index(s), e, column * 256, s * 64, E, S)
         gdc_wait()  # for h
     while item < items:
-        tile, column = _place(item, items, COLUMNS, GROUP)
-        e, row, rows = gl.load(tile_expert + tile), gl.load(tile_row + tile), gl.load(tile_rows + tile)
+        e, row, rows, column = _piece(item, items, tile_expert, tile_row, tile_rows, COLUMNS, GROUP)
         _tell(slots, told, heard, n, column, row, rows)
         for s in range(STEPS):
             i = it % STAGES

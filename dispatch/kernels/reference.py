@@ -20,7 +20,7 @@ from .routing import synthetic_routing
 __all__ = ['DTYPES', 'INDEX_DTYPES', 'NO_GRADIENTS', 'Sizes', 'check_inputs', 'check_index', 'reference_moe', 'whole_float32',
            'random_experts', 'example_inputs']
 
-# %% ../../nbs/kernels/11_reference.ipynb #bafd868e
+# %% ../../nbs/kernels/11_reference.ipynb #3398dbfb
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 NO_GRADIENTS = "an input requires gradients, and this layer computes none; call it under torch.no_grad() or torch.inference_mode()"
@@ -117,11 +117,10 @@ def check_inputs(
     kinds: tuple[torch.dtype, ...] = (),  # dtypes of quantized weights that the caller can read
 ) -> Sizes:
     "Raise a ValueError, TypeError or IndexError that names the argument, what came and what is accepted; else the sizes."
-    kind = None
-    if not (isinstance(gate_up_proj, torch.Tensor) and isinstance(down_proj, torch.Tensor)) or isinstance(shared_gate_up_proj, Quantized) \
-            or isinstance(shared_down_proj, Quantized):
-        kind = _bytes(kinds, gate_up_proj=gate_up_proj, down_proj=down_proj, shared_gate_up_proj=shared_gate_up_proj, shared_down_proj=shared_down_proj)
-    gate_up, down, *shared = (w.values if isinstance(w, Quantized) else w for w in (gate_up_proj, down_proj, shared_gate_up_proj, shared_down_proj))
+    kind, gate_up, down, shared = None, gate_up_proj, down_proj, (shared_gate_up_proj, shared_down_proj)
+    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)) or any(isinstance(w, Quantized) for w in shared):
+        kind = _bytes(kinds, gate_up_proj=gate_up, down_proj=down, shared_gate_up_proj=shared[0], shared_down_proj=shared[1])
+        gate_up, down, *shared = (w.values if isinstance(w, Quantized) else w for w in (gate_up, down, *shared))  # type: ignore[assignment]
     given = hidden_states, gate_up, down, top_k_weights, top_k_index, out, *shared, kind
     sizes = _sizes(*given)  # type: ignore[arg-type]
     if sizes is None: sizes = _look_closer(*given)  # type: ignore[arg-type]

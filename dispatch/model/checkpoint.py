@@ -182,7 +182,7 @@ class Weights:
         assert isinstance(whole, Quantized)
         return whole.scales
 
-# %% ../../nbs/model/21_checkpoint.ipynb #d0817a42
+# %% ../../nbs/model/21_checkpoint.ipynb #2d8e934d
 def empty_weights(
     config: ModelConfig,
     dtype: torch.dtype = torch.bfloat16,
@@ -199,17 +199,12 @@ def empty_weights(
     def stacked(*shape: int) -> torch.Tensor | Quantized:
         if kind is None: return torch.empty(shape, dtype=dtype, device=device)
         return Quantized(torch.empty(shape, dtype=kind, device=device), torch.empty(shape[:-1], dtype=torch.float32, device=device))
-    def expert(prefix: str, gate_up: torch.Tensor | Quantized, down: torch.Tensor | Quantized) -> None:
-        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor): return mlp(prefix, gate_up, down)
-        assert isinstance(gate_up, Quantized)
-        assert isinstance(down, Quantized)
-        halves = (Quantized(v, s) for v, s in zip(gate_up.values.chunk(2), gate_up.scales.chunk(2), strict=True))
-        for name, slot in zip(("gate", "up", "down"), (*halves, down), strict=True):
+
+    def mlp(prefix: str, gate_up: torch.Tensor | Quantized, down: torch.Tensor | Quantized) -> None:
+        for name, slot in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
             full = f"{prefix}.{name}_proj.weight"
-            slots.update({full: slot.values, f"{full}_scale": slot.scales} if c.expert_weights else {full: slot})
-    def mlp(prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        gate, up = gate_up.chunk(2)
-        slots.update({f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up, f"{prefix}.down_proj.weight": down})
+            stored = isinstance(slot, Quantized) and c.expert_weights  # then bytes and scales are tensors of their own in the files
+            slots.update({full: slot.values, f"{full}_scale": slot.scales} if stored else {full: slot})
     embed, kv, layers = new("model.embed_tokens.weight", c.vocab_size, H), c.num_key_value_heads * c.head_dim, []
     for l in range(c.num_hidden_layers):
         p = f"model.layers.{l}"
@@ -223,7 +218,7 @@ def empty_weights(
         if moe:
             layer.router = new(f"{p}.mlp.gate.weight", c.n_routed_experts, H)
             layer.gate_up_proj, layer.down_proj = stacked(c.n_routed_experts, 2 * I, H), stacked(c.n_routed_experts, H, I)
-            for e in range(c.n_routed_experts): expert(f"{p}.mlp.experts.{e}", layer.gate_up_proj[e], layer.down_proj[e])
+            for e in range(c.n_routed_experts): mlp(f"{p}.mlp.experts.{e}", layer.gate_up_proj[e], layer.down_proj[e])
         layers.append(layer)
     norm = new("model.norm.weight", H)
     return Weights(embed, layers, norm, embed if c.tie_word_embeddings else new("lm_head.weight", c.vocab_size, H), slots)
