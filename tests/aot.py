@@ -24,7 +24,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 import dispatch
 from dispatch.kernels.gemv import _piece
 from dispatch.kernels.grouped_gemm import naive_config
-from dispatch.kernels.hopper_bytes import SIZES as BYTES_SIZES
+from dispatch.kernels.hopper_bytes import bytes_sizes, bytes_stages
 from dispatch.kernels.persistent import persistent_config
 from dispatch.kernels.swap_ab import swap_config
 
@@ -111,15 +111,17 @@ def persistent_cases(arch: int, down: bool):
 def gemv_cases(arch: int, down: bool):
     for name, dtype, (E, K, S, H, I), index, types in [*variants(arch), ("small", "fp32", (64, 6, 2, 2048, 1408), "i64", {})]:
         meta = dict(E=E, K=K, S=S, H=H, I=I, PDL=arch >= 90)
-        cuts = [(4, 512, 4), (2, 512, 1)] if down else [(1, _piece(H, 2048), 1)]
         for weights in [dtype, *(["i8", "fp8e4nv"] if arch >= 89 and name != "small" else ["i8"])]:
             pointers = dict(x=f"*{dtype}", w=f"*{weights}", out=f"*{dtype}", h="*fp32", top_k_weights="*fp32", index=f"*{index}",
                             scales=f"*{weights}" if weights == dtype else "*fp32")
+            meta["FAST"] = weights == "i8"
+            if weights == dtype: cuts = [(4, 512, 4), (2, 512, 1)] if down else [(1, _piece(H, 2048), 1)]
+            else: cuts = [(8, 512, 4)] if down else [(2, _piece(H, 2048), 1)]
             for block_n, block_k, warps in cuts:
                 if down: meta["EARLY"], block_k = 1, min(block_k, triton.next_power_of_2(I))
                 yield f"{dtype}, {weights}, {name}, {block_n} rows", types | pointers, meta | dict(BLOCK_N=block_n, BLOCK_K=block_k), (warps, 3)
     if down and arch in (80, 90):
-        yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, PDL=arch >= 90), (4, 3)
+        yield "bf16, I of 14336", types | pointers, dict(E=8, K=2, S=0, H=4096, I=14336, BLOCK_N=2, BLOCK_K=2048, EARLY=1, FAST=False, PDL=arch >= 90), (4, 3)
 
 
 def sort_cases(arch: int):
@@ -160,11 +162,13 @@ def hopper_cases(down: bool):
 
 def hopper_bytes_cases(down: bool):
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
-    for dtype, kind, (K, H, I) in (("bf16", "i8", (6, 2048, 1408)), ("fp16", "fp8e4nv", (4, 1984, 320)), ("bf16", "fp8e4nv", (2, 4096, 14336))):
-        rows, w = described(dtype, [16, 64]), described(kind, [1, 128, 128] if down else [1, 8, 2, 8, 128])
-        types = tables | dict(x=f"*{dtype}", h=f"*{dtype}", y=f"*{dtype}", scales="*fp32", w_desc=w, h_desc=rows, stride_x8="i32!")
-        meta = dict(H=H, I=I, SIZES=BYTES_SIZES, STAGES=6, GROUP=16 if K == 2 else 1, PDL=True)
-        yield f"{dtype}, {kind}, K={K}", types, meta | ({} if down else dict(K=K, x_layout=NVMMASharedLayout(128, 16, 2))), (4, 3)
+    for dtype, kind, rows, (K, S, H, I) in (("bf16", "i8", 1, (6, 2, 2048, 1408)), ("fp16", "fp8e4nv", 20, (4, 0, 1984, 320)),
+                                            ("bf16", "i8", 100, (6, 0, 2048, 1408)), ("bf16", "fp8e4nv", 100, (2, 1, 4096, 14336))):
+        w, sizes = described(kind, [1, 128, 128] if down else [1, 8, 2, 8, 128]), bytes_sizes(rows)
+        types = tables | dict(x="*i32", h="*i32" if down else f"*{dtype}", y=f"*{dtype}", scales="*fp32", shared_scales="*fp32", w_desc=w, shared_desc=w,
+                              stride_x8="i32!")
+        meta = dict(E=8, S=S, H=H, I=I, SIZES=sizes, STAGES=bytes_stages(sizes), GROUP=16 if K == 2 else 1, PDL=True, x_layout=NVMMASharedLayout(128, 16, 2))
+        yield f"{dtype}, {kind}, K={K}, {rows} rows an expert", types, meta | ({} if down else dict(SLOTS=K + S)), (4, 3)
 
 
 def combine_cases(arch: int):
@@ -215,7 +219,8 @@ def compile_case(fn, arch: int, types: dict, meta: dict, launch: tuple[int, int]
         even = kind.startswith(("*", "i64")) or name in ("H", "I") or name.startswith("stride") or name.endswith("offset")
         if even and not kind.endswith("!") and name not in constants and not kind.startswith("tensordesc"): attrs[(i,)] = [["tt.divisibility", 16]]
     options = dict(num_warps=launch[0], num_stages=launch[1])
-    if isinstance(fn, GluonJITFunction): source, options = GluonASTSource(fn, signature, constants, attrs), dict(num_warps=launch[0], maxnreg=168)
+    if isinstance(fn, GluonJITFunction):
+        source, options = GluonASTSource(fn, signature, constants, attrs), dict(num_warps=launch[0], maxnreg=80 if "bytes" in fn.fn.__name__ else 168)
     else: source = ASTSource(fn, signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

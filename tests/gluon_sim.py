@@ -51,6 +51,10 @@ class Shared:
         return Shared(self.data.narrow(dim, start, length), self.layout)
     def reshape(self, shape: Sequence[int]) -> Shared: return Shared(self.data.view(*shape), self.layout)
     def permute(self, order: Sequence[int]) -> Shared: return Shared(self.data.permute(*order), self.layout)
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        view = Shared(self.data.view(dtype), layout)
+        assert view.shape == list(shape)
+        return view
     def store(self, values: torch.Tensor) -> None: self.data.copy_(values)
     def load(self, layout: Any) -> Any: return self.data.clone().as_subclass(Values)
 
@@ -260,10 +264,12 @@ def _language(real: Any) -> Any:
         float32=torch.float32, static_range=range, cdiv=lambda a, b: -(-a // b), load=_load, exp=torch.exp,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Values),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Values),
+        inline_asm_elementwise=lambda asm, constraints, args, dtype, is_pure, pack: args[0].to(dtype),  # all there is are conversions
+        float8e4nv=torch.float8_e4m3fn, bfloat16=torch.bfloat16,
         program_id=lambda axis: here.block.program, num_programs=lambda axis: here.block.programs,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMASharedLayout", "NVMMADistributedLayout",
-                                         "SwizzledSharedLayout")})
+        **{n: getattr(real, n) for n in ("BlockedLayout", "SliceLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMASharedLayout",
+                                         "NVMMADistributedLayout", "SwizzledSharedLayout")})
 
 
 def _simulated(module: Any) -> dict[str, Any]:

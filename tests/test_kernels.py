@@ -24,7 +24,7 @@ from dispatch.kernels.swap_ab import Product, SwapConfig, swap_ab_moe, swap_conf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "top_k_index")
 SHARED = ("shared_gate_up_proj", "shared_down_proj")
-PLAIN = [b for b in BACKENDS if b != "hopper"]  # that one has sizes and a GPU of its own, and tests in test_hopper.py
+PLAIN = [b for b in BACKENDS if not b.startswith("hopper")]  # those have sizes and a GPU of their own, and tests in test_hopper.py
 TRITON_BACKENDS = [b for b in PLAIN if b != "reference"]
 ON_GPU = TRITON_BACKENDS + ["hopper"] * (DEVICE == "cuda" and torch.cuda.get_device_capability() == HOPPER)
 

@@ -336,7 +336,9 @@ def test_what_is_refused() -> None:
     for backend in READERS:
         with pytest.raises(RuntimeError, match="requires gradients"): fused_moe(x, gate_up, down, weights, index, backend=backend)
     gate_up.scales.requires_grad_(False)
-    for backend in BACKENDS.keys() - set(READERS):
+    with pytest.raises(ValueError, match="'hopper_bytes', which reads quantized weights alone; accepted with these are 'auto', 'reference', 'naive'"):
+        fused_moe(*plain, backend="hopper_bytes")
+    for backend in BACKENDS.keys() - {*READERS, "hopper_bytes"}:
         with pytest.raises(ValueError, match=f"'{backend}', which reads no quantized weights; accepted with them are 'auto', 'reference', 'gemv', 'swap_ab'"):
             fused_moe(x, gate_up, down, weights, index, backend=backend)
 
@@ -345,7 +347,8 @@ def test_the_choice_for_bytes() -> None:
     from dispatch.core.roofline import SHAPES
     def pick(T: int, capability: tuple[int, int]) -> str:
         return choose_backend(SHAPES["olmoe"], T, torch.bfloat16, "cuda", capability, "NVIDIA H200", quantized=True).backend
-    assert [pick(T, (9, 0)) for T in (1, 2, 3, 4096)] == ["gemv", "gemv", "swap_ab", "swap_ab"]
+    assert [pick(T, (9, 0)) for T in (1, 3, 4, 4096)] == ["gemv", "gemv", "hopper_bytes", "hopper_bytes"]
+    assert [pick(T, (8, 9)) for T in (3, 4, 4096)] == ["gemv", "swap_ab", "swap_ab"]
     assert pick(1, (7, 5)) == "reference"
 
 
@@ -363,7 +366,7 @@ def test_gpu_kernels_agree_with_dequantized_weights(kind: torch.dtype, case: dic
     for dtype in (torch.bfloat16, torch.float16):
         args, more = quantized(example_inputs(**dict(E=64, K=6, H=2048, I=1408) | case, dtype=dtype, device="cuda"), kind, shared=True)
         want = reference_moe(*args, **more)
-        for backend in ("auto", "gemv", "swap_ab") if case["T"] < 10 else ("auto",):
+        for backend in ("auto", "gemv", "swap_ab") if case["T"] < 10 else ("auto", "swap_ab"):
             y = fused_moe(*args, **more, backend=backend)
             check_agreement(y, want, f"{backend} {case}")
             assert torch.equal(y, fused_moe(*args, **more, backend=backend))

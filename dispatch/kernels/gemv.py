@@ -21,7 +21,7 @@ from .sort import _expert_of, uses_pdl
 # %% auto #0
 __all__ = ['call_key', 'require_bytes', 'parts', 'launch_gemv', 'gemv_moe']
 
-# %% ../../nbs/kernels/14_gemv.ipynb #8a580dd3
+# %% ../../nbs/kernels/14_gemv.ipynb #0eb76acf
 @triton.jit
 def _expert_offset(e, E: tl.constexpr, S: tl.constexpr, stride_we, shared_offset, shared_step: tl.constexpr):
     "Elements from the first routed expert's weights to those of expert e, which from E on is a shared one."
@@ -36,11 +36,29 @@ def _row_scales(scales, e, n, inside, scale_offset, E: tl.constexpr, S: tl.const
     return tl.load(scales + _expert_offset(e, E, S, rows, scale_offset, shared_step) + n, mask=inside, other=0.0)
 
 
+@triton.jit
+def _floats(w, FAST: tl.constexpr):
+    "float32 of any weights. FAST, for int8: a byte is laid into the mantissa of 2²³, from which 2²³ + 128 is taken, not sent through the slow converter."
+    if FAST:
+        return tl.inline_asm_elementwise("""
+        { .reg .b32 u, a, b, c, d;
+          xor.b32 u, $4, 0x80808080;
+          prmt.b32 a, u, 0x4B000000, 0x7440;
+          prmt.b32 b, u, 0x4B000000, 0x7441;
+          prmt.b32 c, u, 0x4B000000, 0x7442;
+          prmt.b32 d, u, 0x4B000000, 0x7443;
+          add.rn.f32 $0, a, 0fCB000080;
+          add.rn.f32 $1, b, 0fCB000080;
+          add.rn.f32 $2, c, 0fCB000080;
+          add.rn.f32 $3, d, 0fCB000080; }""", "=f,=f,=f,=f,r", [w], dtype=tl.float32, is_pure=True, pack=4)
+    return w.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _gemv_gate_up_kernel(
     x, w, h, top_k_weights, index, scales, pairs, up_offset, stride_xt, stride_xh, stride_we, stride_wn, stride_wh, shared_offset, scale_offset,
     E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):
     "h[p, n] = weight of pair p * silu(x·gate_n) * x·up_n; h [pairs, I] float32. `up_offset`: elements from gate 0 to up 0."
     if PDL: gdc_launch_dependents()
@@ -66,8 +84,8 @@ def _gemv_gate_up_kernel(
             g = tl.load(g_ptr + k[None, :] * step, mask=inside, other=0.0)
             u = tl.load(g_ptr + up_offset + k[None, :] * step, mask=inside, other=0.0)
         a = tl.load(x + t * stride_xt + k * stride_xh, mask=k < H, other=0.0).to(tl.float32)[None, :]
-        gate += g.to(tl.float32) * a
-        up += u.to(tl.float32) * a
+        gate += _floats(g, FAST) * a
+        up += _floats(u, FAST) * a
     weight = tl.load(top_k_weights + t * K + s, mask=s < K, other=1.0)
     g, u = tl.sum(gate, 1), tl.sum(up, 1)
     if w.dtype.element_ty.primitive_bitwidth == 8:
@@ -75,7 +93,7 @@ def _gemv_gate_up_kernel(
         u *= _row_scales(scales, e, n + tl.where(e < E, I, S * I), n < I, scale_offset, E, S, 2 * I, I)
     tl.store(h + p.to(tl.int64) * I + n, g * tl.sigmoid(g) * u * weight, mask=n < I)
 
-# %% ../../nbs/kernels/14_gemv.ipynb #304e58d8
+# %% ../../nbs/kernels/14_gemv.ipynb #e59b5246
 @triton.jit
 def _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr):
     "Expert e's down weights of output columns n at intermediate columns k; zeros for no expert."
@@ -89,7 +107,7 @@ def _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E: tl
 def _gemv_down_kernel(
     h, w, out, index, scales, stride_we, stride_wn, stride_wi, stride_ot, stride_oh, shared_offset, scale_offset,
     E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):
     "out[t, n] = Σ_s h[t*(K+S) + s]·down_n in float32, in the order of s; h [T*(K+S), I], w [E, H, I], out [T, H]."
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -112,11 +130,11 @@ def _gemv_down_kernel(
             rows = early[s * blocks + b] if s < EARLY else _down_rows(w, e, n, k, stride_we, stride_wn, stride_wi, shared_offset, E, S, H, I)
             a = tl.load(h + p.to(tl.int64) * I + k, mask=(k < I) & (e >= 0), other=0.0)[None, :]
             if w.dtype.element_ty.primitive_bitwidth == 8: a = a * scale[:, None]
-            acc += rows.to(tl.float32) * a
+            acc += _floats(rows, FAST) * a
     y = tl.sum(acc, 1).to(out.dtype.element_ty)
     tl.store(out + t.to(tl.int64) * stride_ot + n.to(tl.int64) * stride_oh, y, mask=n < H)
 
-# %% ../../nbs/kernels/14_gemv.ipynb #3e138d08
+# %% ../../nbs/kernels/14_gemv.ipynb #da5ea3c3
 def _piece(length: int, most: int) -> int:
     "The largest power of two up to `most` that divides a row, or, where only small ones do, one that covers it with a mask."
     even = length & -length
@@ -185,13 +203,15 @@ def launch_gemv(
     (gate_up, gate_up_scales), (down, down_scales) = parts(gate_up_proj), parts(down_proj)
     meta = (E, K, S, H, I)
     up_n, down_n, down_k, warps = 1, *((4, 512, 4) if T <= 2 else (2, 512, 1))
+    if isinstance(gate_up_proj, Quantized): up_n, down_n, down_k, warps = 2, 8, 512, 4
     if I > 4096: down_n, down_k, warps = 2, 2048, 4
+    fast = x.is_cuda and gate_up.dtype == torch.int8
     if not x.is_cuda: up_n = down_n = 16  # the interpreter pays by the program
     with on_device(x):
         launch(_gemv_gate_up_kernel, (key, pdl), pairs * triton.cdiv(I, up_n), (x, gate_up, h, weights, index, gate_up_scales),
-               (pairs, I * gate_up.stride(1), *x.stride(), *gate_up.stride(), far[0], scales_far[0], *meta, up_n, _piece(H, 2048), pdl), num_warps=1)
+               (pairs, I * gate_up.stride(1), *x.stride(), *gate_up.stride(), far[0], scales_far[0], *meta, up_n, _piece(H, 2048), fast, pdl), num_warps=1)
         launch(_gemv_down_kernel, (key, pdl), T * triton.cdiv(H, down_n), (h, down, out, index, down_scales),
-               (*down.stride(), *out.stride(), far[1], scales_far[1], *meta, down_n, min(down_k, triton.next_power_of_2(I)), 1, pdl),
+               (*down.stride(), *out.stride(), far[1], scales_far[1], *meta, down_n, min(down_k, triton.next_power_of_2(I)), 1, fast, pdl),
                num_warps=warps, **({"launch_pdl": True} if pdl else {}))
 
 
