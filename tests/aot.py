@@ -153,11 +153,16 @@ def described(dtype: str, block: list[int]) -> str:
 def hopper_cases(down: bool):
     "With and without shared experts, in either order."
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
-    for dtype, (E, K, S, H, I) in (("bf16", (64, 6, 0, 2048, 1408)), ("fp16", (60, 4, 2, 2048, 1408)), ("bf16", (8, 2, 0, 4096, 14336))):
-        rows, w = described(dtype, [64, 64]), described(dtype, [1, 256, 64] if down else [1, 16, 2, 8, 64])
-        types = tables | dict(x=f"*{dtype}", w_desc=w, shared_desc=w, h_desc=rows, y_desc=rows, stride_x8="i32!")
-        meta = dict(E=E, S=S, H=H, I=I, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
-        yield f"{dtype}, E={E}, S={S}", types, meta, (4, 3)
+    cases = (("bf16", "bf16", (64, 6, 0, 2048, 1408)), ("fp16", "fp16", (60, 4, 2, 2048, 1408)), ("bf16", "bf16", (8, 2, 0, 4096, 14336)),
+             ("bf16", "fp8e4nv", (64, 6, 0, 2048, 1408)), ("fp16", "fp8e4nv", (60, 4, 2, 1984, 320)))
+    for dtype, kind, (E, K, S, H, I) in cases:
+        depth, fp8 = (128, True) if kind == "fp8e4nv" else (64, False)
+        rows, w = described(dtype, [64, 64]), described(kind, [1, 256, depth] if down else [1, 16, 2, 8, depth])
+        scales = dict.fromkeys(("x_scales", "h_scales", "scales", "shared_scales"), "*fp32" if fp8 else f"*{dtype}")
+        types = tables | scales | dict(x=f"*{kind}", w_desc=w, shared_desc=w, y_desc=rows, stride_x="i32!")
+        types["h_desc"] = described(kind, [64, depth]) if down else rows
+        meta = dict(DEPTH=depth, E=E, S=S, H=H, I=I, STAGES=4, GROUP=16 if E == 8 else 1, PDL=True) | ({} if down else dict(SLOTS=K + S))
+        yield f"{dtype}, {kind}, E={E}, S={S}", types, meta, (4, 3)
 
 
 def hopper_bytes_cases(down: bool):
@@ -169,6 +174,11 @@ def hopper_bytes_cases(down: bool):
                               stride_x8="i32!")
         meta = dict(E=8, S=S, H=H, I=I, SIZES=sizes, STAGES=bytes_stages(sizes), GROUP=16 if K == 2 else 1, PDL=True, x_layout=NVMMASharedLayout(128, 16, 2))
         yield f"{dtype}, {kind}, K={K}, {rows} rows an expert", types, meta | ({} if down else dict(SLOTS=K + S)), (4, 3)
+
+
+def quantize_rows_cases(arch: int):
+    for dtype, N in (("bf16", 2048), ("fp16", 1408)):
+        yield f"{dtype}, {N}", dict(x=f"*{dtype}", values="*fp8e4nv", scales="*fp32"), dict(N=N, BLOCK=2048, PDL=True), (4, 3)
 
 
 def combine_cases(arch: int):
@@ -195,6 +205,7 @@ KERNELS = {
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
     "_hopper_bytes_gate_up_kernel": ((90,), lambda arch: hopper_bytes_cases(down=False)),
     "_hopper_bytes_down_kernel": ((90,), lambda arch: hopper_bytes_cases(down=True)),
+    "_quantize_rows_kernel": ((90,), quantize_rows_cases),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

@@ -290,7 +290,7 @@ def test_contestants_by_name() -> None:
     assert find_contestant("dispatch").backend == "auto"
     for name in CONTESTANTS:
         if importlib.util.find_spec(PACKAGES.get(name, "torch")) is None:
-            who = name.partition("@")[0].removesuffix("-marlin")
+            who = name.partition("@")[0].removesuffix("-marlin").removesuffix("-cutlass")
             with pytest.raises(MissingPackage, match=rf"{who} needs the package .* --python {who}="): find_contestant(name)
     for tokens in (1, 32, 33, 512, 513, 8192): assert 10 <= len(vllm_candidates(tokens)) <= 13
 

@@ -18,6 +18,7 @@ from dispatch.kernels.hopper import hopper_moe
 from dispatch.kernels.hopper_bytes import hopper_bytes_moe
 from dispatch.kernels.reference import example_inputs, random_experts, reference_moe
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES: dict[str, dict[str, Any]] = {
     "one token": dict(T=1, E=8, K=2, H=64, I=64),
     "every size of tile": dict(T=330, E=6, K=3, H=128, I=192, distribution="zipf:1.2"),
@@ -45,7 +46,21 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "multiprocessors", lambda device: 5)
+    def quantize_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        q = quantize(torch.where(x.isfinite(), x, 0), torch.float8_e4m3fn)  # rows that are nobody's hold anything
+        return q.values, q.scales
+    monkeypatch.setattr(hopper, "quantize_rows", quantize_rows)  # Triton's interpreter rounds to fp8 in its own way
     return used
+
+
+def test_rows_as_fp8() -> None:
+    x = torch.randn(5, 144, dtype=torch.float16)[:, :131]
+    x[3] = 0
+    values, scales = hopper.quantize_rows(x.to(DEVICE))
+    want = quantize(x, torch.float8_e4m3fn)
+    assert torch.equal(scales.cpu(), want.scales)
+    if DEVICE == "cuda": assert torch.equal(values.cpu().float(), want.values.float())
+    else: torch.testing.assert_close(values.float(), want.values.float(), rtol=0.2, atol=2**-6)  # the interpreter rounds in its own way
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -117,6 +132,48 @@ def test_simulated_bytes_every_size_of_tile_strides_and_nobodys_indices(simulate
     check_agreement(hopper_bytes_moe(x, gate_up, down, weights, index, skip_invalid=True, **shared), want, "simulated, shared")
 
 
+FLIPS = 0.02  # a sum in another order can round to another step of fp8; rounding itself is worth 0.04
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    "What remains of rows that are stored as fp8."
+    return quantize(x, torch.float8_e4m3fn).dequantize()
+
+
+def both_in_fp8(x: torch.Tensor, gate_up: Quantized, down: Quantized, weights: torch.Tensor, index: torch.Tensor,
+                shared_gate_up_proj: Quantized | None = None, shared_down_proj: Quantized | None = None) -> torch.Tensor:
+    "The layer as it is defined with tokens and intermediate rounded to fp8, each expert by itself."
+    def expert(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, up = (rows @ gate_up.t()).chunk(2, dim=1)
+        h = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        return (rounded(h) @ down.t()).to(x.dtype).float()
+    y, tokens = torch.zeros(x.shape, device=x.device), rounded(x)
+    for e in range(len(gate_up.values)):
+        t, k = (index == e).nonzero(as_tuple=True)
+        if len(t): y.index_add_(0, t, weights[t, k, None] * expert(tokens[t], gate_up[e].dequantize(), down[e].dequantize()))
+    if shared_gate_up_proj is not None and shared_down_proj is not None:
+        S = shared_down_proj.values.shape[1] // down.values.shape[2]
+        gates, ups = (w.chunk(S) for w in shared_gate_up_proj.dequantize().chunk(2))
+        for gate, up, d in zip(gates, ups, shared_down_proj.dequantize().chunk(S, dim=1), strict=True): y += expert(tokens, torch.cat([gate, up]), d)
+    return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_simulated_fp8_agrees_with_its_definition(case: dict[str, Any], simulated: list[int]) -> None:
+    args = quantized(example_inputs(**case, dtype=torch.float16), torch.float8_e4m3fn)
+    args[0][0] = 0.0
+    check_agreement(hopper_moe(*args), both_in_fp8(*args), "simulated", bound=FLIPS)
+    assert max(simulated) < 232448 - 1024
+
+
+def test_simulated_fp8_shared_experts_and_strides(simulated: list[int]) -> None:
+    x, gate_up, down, weights, index = quantized(example_inputs(T=80, E=3, K=2, H=192, I=64, dtype=torch.float16), torch.float8_e4m3fn)
+    x = torch.cat([x, x.flip(1)], dim=1)[:, 192:]
+    shared = {name: quantize(w, torch.float8_e4m3fn) for name, w in shared_experts(192, 64, 2, x).items()}
+    want = both_in_fp8(x, gate_up, down, weights, index, **shared)
+    check_agreement(hopper_moe(x, gate_up, down, weights, index, **shared), want, "simulated, shared", bound=FLIPS)
+
+
 def broken(original: Any, replacements: dict[str, str]) -> Any:
     "The module with a fault in one of its Gluon functions."
     import inspect
@@ -142,12 +199,13 @@ FAULTS: dict[str, tuple[Any, dict[str, str]]] = {
     "overwritten panel": (hopper, {"if p > 1: tma.store_wait(1)": "pass"}),
     "wrong count": (hopper, {"_barriers(1 + 128, ": "_barriers(128, "}),
     "early weights twice": (hopper, {"if it >= EARLY: _fetch": "if it >= 0: _fetch"}),
+    "fp8, up's scales for gate": (hopper, {"gate + n // 8 % 2 * up": "gate + up"}),
     "bytes, early release": (hopper_bytes, {"warpgroup_mma_wait(0, deps=(acc, left": "warpgroup_mma_wait(2 if s < STEPS - 1 else 0, deps=(acc, left"}),
     "bytes, no wait": (hopper_bytes, {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"}),
     "bytes, too few announced": (hopper_bytes, {"mbarrier.expect(bar, 128 * 128)": "mbarrier.expect(bar, 64 * 128)"}),
     "bytes, columns out of order": (hopper_bytes, {"place // 8 * 2 + place // 4 % 2": "place // 4 * 2"}),
     "bytes, a part too few": (hopper_bytes, {"if rows > SIZES[1] * j:": "if rows > SIZES[1] * (j + 1):"}),
-    "bytes, up's scales for gate": (hopper_bytes, {"+ r // 8 % 2 * I + c": "+ I + c"}),
+    "bytes, up's scales for gate": (hopper_bytes, {"gate + r // 8 % 2 * up": "gate + up"}),
 }
 
 
@@ -162,7 +220,8 @@ def test_the_simulator_notices(fault: tuple[Any, dict[str, str]], monkeypatch: p
     args: Any = example_inputs(T=150, E=2, K=1, H=1024, I=896, dtype=torch.float16)
     layer = hopper_moe
     if original is hopper_bytes: args, layer = quantized(args, torch.int8), hopper_bytes_moe
-    want = reference_moe(*args)
+    if original is hopper and any("gate + n" in old for old in replacements): args = quantized(args, torch.float8_e4m3fn)
+    want = both_in_fp8(*args) if original is hopper and isinstance(args[1], Quantized) else reference_moe(*args)
     with pytest.raises((Deadlock, Disagreement, AssertionError)): check_agreement(layer(*args), want, "broken")
 
 
@@ -294,6 +353,27 @@ def test_gpu_bytes_agree_with_dequantized_weights(case: dict[str, Any], kind: to
         got = hopper_bytes_moe(*args)
         check_agreement(got, reference_moe(*args), "hopper, bytes")
         assert torch.equal(got, hopper_bytes_moe(*args[:4], args[4].int()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_gpu_fp8_agrees_with_its_definition(case: dict[str, Any]) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        args = quantized(example_inputs(**case, dtype=dtype, device="cuda"), torch.float8_e4m3fn)
+        got = hopper_moe(*args)
+        check_agreement(got, both_in_fp8(*args), "hopper, fp8", bound=FLIPS)
+        assert torch.equal(got, hopper_moe(*args[:4], args[4].int()))
+
+
+@pytest.mark.gpu
+def test_gpu_fp8_shared_experts_strides_and_nobodys_indices() -> None:
+    x, gate_up, down, weights, index = quantized(example_inputs(T=900, E=20, K=4, H=512, I=320, dtype=torch.bfloat16, device="cuda"), torch.float8_e4m3fn)
+    index[3, 1], index[77, 0] = -1, 20
+    x = torch.cat([x, x.flip(1)], dim=1)[:, 512:]
+    shared = {name: quantize(w, torch.float8_e4m3fn) for name, w in shared_experts(512, 320, 2, x).items()}
+    out = torch.empty(512, 900, dtype=x.dtype, device="cuda").t()
+    assert hopper_moe(x, gate_up, down, weights, index, skip_invalid=True, out=out, **shared) is out
+    check_agreement(out, both_in_fp8(x, gate_up, down, weights, index, **shared), "hopper, fp8, shared", bound=FLIPS)
 
 
 @pytest.mark.gpu

@@ -27,10 +27,11 @@ from ..kernels.persistent import persistent_config, tile_group
 from ..kernels.swap_ab import swap_config
 
 # %% auto #0
-__all__ = ['Layer', 'Config', 'VLLM', 'SGLANG', 'ROUNDED_TOKENS', 'CONTESTANTS', 'PACKAGES', 'Contestant', 'MissingPackage',
+__all__ = ['Layer', 'Config', 'ROUNDED_TOKENS', 'VLLM', 'SGLANG', 'CONTESTANTS', 'PACKAGES', 'Contestant', 'MissingPackage',
            'installed', 'dispatch_contestant', 'stock_contestant', 'grouped_mm_contestant', 'vllm_contestant',
            'vllm_tuned_contestant', 'vllm_candidates', 'sglang_contestant', 'vllm_bytes_contestant',
-           'vllm_marlin_contestant', 'sglang_bytes_contestant', 'find_contestant', 'as_backend']
+           'vllm_marlin_contestant', 'vllm_cutlass_contestant', 'sglang_bytes_contestant', 'find_contestant',
+           'as_backend']
 
 # %% ../../nbs/bench/70_contestants.ipynb #48a092d0
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden_states, top_k_weights, top_k_index → [T, H]
@@ -67,7 +68,10 @@ def installed(
         raise MissingPackage(f"{contestant} needs the package {package}, which {sys.executable} does not have; install it, or name an "
                              f"interpreter or a folder of packages that has it: --python {contestant}=PATH") from None
 
-# %% ../../nbs/bench/70_contestants.ipynb #63533237
+# %% ../../nbs/bench/70_contestants.ipynb #bd6dab59
+ROUNDED_TOKENS = 0.06  # relative error that passes where tokens are rounded to fp8, with three bits after the leading one, twice a layer
+
+
 def dispatch_contestant(
     backend: str = "auto",  # or a name in BACKENDS
     kind: torch.dtype | None = None,  # of quantized weights
@@ -78,8 +82,7 @@ def dispatch_contestant(
         return lambda x, weights, index: fused_moe(x, gate_up_proj, down_proj, weights, index, backend=backend)
     def config(shape: MoEShape, tokens: int, element_bytes: int) -> Config:
         found, device = backend, "cuda" if torch.cuda.is_available() else "cpu"
-        if backend == "auto": found = choose_backend(shape, tokens, torch.float32 if element_bytes == 4 else torch.bfloat16, device,
-                                                         quantized=kind is not None).backend
+        if backend == "auto": found = choose_backend(shape, tokens, torch.float32 if element_bytes == 4 else torch.bfloat16, device, kind=kind).backend
         if found == "naive": return {"backend": found, **asdict(naive_config(tokens * shape.top_k, shape.experts, element_bytes))}
         if found == "grouped":
             return {"backend": found, **asdict(persistent_config(tokens * shape.top_k, shape.experts, element_bytes, capability(torch.device(device)),
@@ -89,7 +92,7 @@ def dispatch_contestant(
         return {"backend": found, **asdict(swap_config(tokens, shape.top_k, shape.experts, element_bytes, has, kind is not None))}
     modes = ("eager",) if backend == "reference" or (backend == "auto" and not torch.cuda.is_available()) else ("graph", "eager")
     name = "reference" if backend == "reference" else "dispatch"
-    return Contestant(name, backend, dispatch.__version__, modes, build, config, kind=kind)
+    return Contestant(name, backend, dispatch.__version__, modes, build, config, kind=kind, bound=ROUNDED_TOKENS if kind == torch.float8_e4m3fn else None)
 
 # %% ../../nbs/bench/70_contestants.ipynb #b900f8e2
 def _transformers(name: str, implementation: str, backend: str, modes: tuple[str, ...]) -> Contestant:
@@ -186,10 +189,7 @@ def sglang_contestant() -> Contestant:
         return dict(import_module(f"{SGLANG}.fused_moe_triton_config").try_get_optimal_moe_config((E, 2 * I, H), (E, H, I), shape.top_k, None, tokens))
     return Contestant("sglang", "triton", installed("sglang", "sglang"), ("graph", "eager"), build, config, torch.int32)
 
-# %% ../../nbs/bench/70_contestants.ipynb #b929d4b8
-ROUNDED_TOKENS = 0.06  # relative error that passes where tokens are rounded to fp8, with three bits after the leading one, twice a layer
-
-
+# %% ../../nbs/bench/70_contestants.ipynb #c9811c2f
 def vllm_bytes_contestant(
     kind: torch.dtype,  # int8 (tokens stay as they are) or float8_e4m3fn (tokens are rounded, too)
 ) -> Contestant:
@@ -221,6 +221,25 @@ def vllm_marlin_contestant() -> Contestant:
     return Contestant("vllm-marlin", "marlin", installed("vllm", "vllm"), ("graph", "eager"), build, None, torch.int32, kind=torch.int8)
 
 
+def vllm_cutlass_contestant() -> Contestant:
+    "vLLM's grouped CUTLASS products with fp8 weights and tokens, called as its `CutlassExpertsFp8` calls them."
+    def build(shape: MoEShape, gate_up: Quantized, down: Quantized) -> Layer:
+        ops, cutlass = import_module("vllm._custom_ops"), import_module(f"{VLLM}.experts.cutlass_moe")
+        E, H, I, device = shape.experts, shape.hidden, shape.intermediate, gate_up.values.device
+        of_h, of_i, of_2i = (torch.full((E,), n, dtype=torch.int64, device=device) for n in (H, I, 2 * I))
+        s13, s2, silu = gate_up.scales[..., None], down.scales[..., None], cutlass.MoEActivation.SILU
+        def layer(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            first, second = (torch.empty(index.numel(), max(n, H), dtype=x.dtype, device=device) for n in (2 * I, I))
+            tokens, scales = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+            y = torch.empty_like(x)
+            cutlass.run_cutlass_moe_fp8(y, tokens, gate_up.values, down.values, index, silu, E, None, s13, s2, scales, None, of_h, of_i, of_2i, of_h,
+                                        first, second, None, x.dtype, True, True, False, weights, None)
+            return y
+        return layer
+    return Contestant("vllm-cutlass", "cutlass", installed("vllm", "vllm"), ("graph", "eager"), build, None, torch.int32, kind=torch.float8_e4m3fn,
+                      bound=ROUNDED_TOKENS)
+
+
 def sglang_bytes_contestant(
     kind: torch.dtype,  # as for vllm_bytes_contestant
 ) -> Contestant:
@@ -235,14 +254,15 @@ def sglang_bytes_contestant(
                                                        filter_expert=False, **how)
     return replace(plain, build=build, config=None, kind=kind, bound=ROUNDED_TOKENS if fp8 else None)
 
-# %% ../../nbs/bench/70_contestants.ipynb #d89e1178
+# %% ../../nbs/bench/70_contestants.ipynb #084746a6
 CONTESTANTS: dict[str, Callable[[], Contestant]] = {
     "dispatch": dispatch_contestant, **{b: partial(dispatch_contestant, b) for b in BACKENDS}, "stock": stock_contestant,
     "torch-grouped-mm": grouped_mm_contestant, "vllm": vllm_contestant, "vllm-tuned": vllm_tuned_contestant, "sglang": sglang_contestant,
     **{f"{who}@{name}": partial(make, kind=kind) for name, kind in NAMES.items() for who, make in
        (("dispatch", dispatch_contestant), ("vllm", vllm_bytes_contestant), ("sglang", sglang_bytes_contestant))},
-    "vllm-marlin@int8": vllm_marlin_contestant}
-_PACKAGES = {"stock": "transformers", "torch-grouped-mm": "transformers", "vllm": "vllm", "vllm-tuned": "vllm", "vllm-marlin": "vllm", "sglang": "sglang"}
+    "vllm-marlin@int8": vllm_marlin_contestant, "vllm-cutlass@fp8": vllm_cutlass_contestant}
+_PACKAGES = {"stock": "transformers", "torch-grouped-mm": "transformers", "vllm": "vllm", "vllm-tuned": "vllm", "vllm-marlin": "vllm", "vllm-cutlass": "vllm",
+             "sglang": "sglang"}
 PACKAGES = {name: package for name in CONTESTANTS if (package := _PACKAGES.get(name.partition("@")[0]))}  # else none
 
 

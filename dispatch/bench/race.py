@@ -305,7 +305,7 @@ def serve(
     with torch.no_grad():
         for line in requests: say(worker.answer(json.loads(line)))
 
-# %% ../../nbs/bench/71_race.ipynb #59347814
+# %% ../../nbs/bench/71_race.ipynb #9da5dc80
 class Left(RuntimeError):
     "A worker is gone: it died, hung or never started."
 
@@ -339,9 +339,9 @@ def python_of(
     name: str,  # a contestant
     pythons: Mapping[str, str],
 ) -> str | None:
-    "The interpreter named for a contestant, or for it with other weights; vllm-tuned and vllm-marlin take vllm's unless they have their own."
+    "The interpreter named for a contestant, or for it with other weights; vllm-tuned, -marlin and -cutlass take vllm's unless they have their own."
     who = name.partition("@")[0]
-    return next((pythons[n] for n in (name, who, who.removesuffix("-tuned").removesuffix("-marlin")) if n in pythons), None)
+    return next((pythons[n] for n in (name, who, who.partition("-")[0]) if n in pythons), None)
 
 
 class Racer:

@@ -28,7 +28,7 @@ from .swap_ab import launch_swap_ab
 # %% auto #0
 __all__ = ['BACKENDS', 'TABLE', 'Backend', 'Choice', 'choose_backend', 'fused_moe']
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #aba59461
+# %% ../../nbs/kernels/19_fused_moe.ipynb #17116464
 @dataclass(frozen=True)
 class Backend:
     "One implementation of the experts."
@@ -69,12 +69,13 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
     Backend("gemv", launch_gemv, TRITON, "two matrix-vector kernels, for the first few tokens; sm80 and newer", kinds=tuple(KINDS)),
     Backend("swap_ab", launch_swap_ab, TRITON, "grouped GEMMs with weights as rows, up to some hundred tokens; sm80 and newer",
             kinds=tuple(KINDS)),
-    Backend("hopper", launch_hopper, HOPPER, "warps that fetch and warps that multiply, for many tokens in bf16 or fp16; sm90", True, hopper_refuses),
+    Backend("hopper", launch_hopper, HOPPER, "warps that fetch and warps that multiply, for many tokens; rounds them to fp8 if the weights are fp8; sm90", True,
+            hopper_refuses, (torch.float8_e4m3fn,)),
     Backend("hopper_bytes", launch_hopper_bytes, HOPPER, "warps that fetch and warps that convert and multiply, for quantized weights alone; sm90", True,
             bytes_refuses, tuple(KINDS), floats=False),
 )}
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #42c3c11c
+# %% ../../nbs/kernels/19_fused_moe.ipynb #9cbb8bd7
 TABLE = Path(__file__).resolve().parent.parent / "data/kernels.json" if "__file__" in globals() else Path("../../dispatch/data/kernels.json")
 
 
@@ -91,12 +92,15 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, capability: tuple[int, int], gpu: str, quantized: bool = False) -> Choice:
+def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, capability: tuple[int, int], gpu: str,
+            kind: torch.dtype | None = None) -> Choice:
     if capability < TRITON:
         return Choice("reference", f"compute capability {capability[0]}.{capability[1]} is below the {TRITON[0]}.{TRITON[1]} that the Triton kernels need")
-    if quantized:
+    if kind is not None:
         if tokens <= 3: return Choice("gemv", "up to three tokens: matrix-vector kernels read each weight once")
         if capability == HOPPER and element_bytes == 2 and H % 64 == I % 64 == 0:
+            if kind == torch.float8_e4m3fn and (rows := tokens * K / E) > 64:
+                return Choice("hopper", f"{rows:.3g} rows an expert on average: the tensor cores are what takes the time, and tokens rounded to fp8 halve it")
             return Choice("hopper_bytes", "weights of one byte, which some warps fetch and others make numbers of")
         return Choice("swap_ab", "weights of one byte, which become numbers in registers")
     for up_to, backend in _table().get((gpu, E, K, H, I), []) if element_bytes == 2 else []:
@@ -126,7 +130,7 @@ def choose_backend(
     device: torch.device | str,
     capability: tuple[int, int] | None = None,  # compute capability; default: asked of the device
     gpu: str | None = None,  # its name; default: asked of the device
-    quantized: bool = False,  # weights of one byte
+    kind: torch.dtype | None = None,  # of quantized weights: int8 or float8_e4m3fn
 ) -> Choice:
     "The backend that serves a call of that shape on that device."
     device = torch.device(device)
@@ -134,9 +138,9 @@ def choose_backend(
     if capability is None:  # pragma: gpu
         capability, name = _gpu(torch.cuda.current_device() if device.index is None else device.index)
         gpu = gpu or name
-    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu or "", quantized)
+    return _choose(shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens, dtype.itemsize, capability, gpu or "", kind)
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #841afb50
+# %% ../../nbs/kernels/19_fused_moe.ipynb #80e92822
 @torch.library.custom_op("dispatch::fused_moe", mutates_args=())
 def _fused_moe_op(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor,
@@ -169,7 +173,7 @@ def _pick(
 ) -> str:
     "The backend for a call on a GPU: what `_choose` says, unless that refuses these very tensors."
     T, K, E, H, I, _ = sizes
-    backend = _choose(E, K, H, I, T, x.element_size(), capability, gpu, isinstance(gate_up, Quantized)).backend
+    backend = _choose(E, K, H, I, T, x.element_size(), capability, gpu, gate_up.values.dtype if isinstance(gate_up, Quantized) else None).backend
     refuses = BACKENDS[backend].refuses
     if refuses and refuses(sizes, x, gate_up, down, shared_gate_up, shared_down):
         return "swap_ab" if isinstance(gate_up, Quantized) else _plain(T * K / E, T).backend
