@@ -60,7 +60,7 @@ def test_rows_as_fp8() -> None:
     want = quantize(x, torch.float8_e4m3fn)
     assert torch.equal(scales.cpu(), want.scales)
     if DEVICE == "cuda": assert torch.equal(values.cpu().float(), want.values.float())
-    else: torch.testing.assert_close(values.float(), want.values.float(), rtol=0.2, atol=2**-6)  # the interpreter rounds in its own way
+    else: assert (values.float() * scales[:, None] - x.float()).norm() < 0.05 * x.float().norm(), "the interpreter rounds in its own way"
 
 
 @pytest.mark.parametrize("group", [1, 3])
