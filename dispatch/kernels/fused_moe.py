@@ -99,7 +99,7 @@ def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, cap
     if kind is not None:
         if tokens <= 3: return Choice("gemv", "up to three tokens: matrix-vector kernels read each weight once")
         if capability == HOPPER and element_bytes == 2 and H % 64 == I % 64 == 0:
-            if kind == torch.float8_e4m3fn and (rows := tokens * K / E) > 64:
+            if kind == torch.float8_e4m3fn and (rows := tokens * K / E) > 20:
                 return Choice("hopper", f"{rows:.3g} rows an expert on average: the tensor cores are what takes the time, and tokens rounded to fp8 halve it")
             return Choice("hopper_bytes", "weights of one byte, which some warps fetch and others make numbers of")
         return Choice("swap_ab", "weights of one byte, which become numbers in registers")
