@@ -29,7 +29,7 @@ from .kernels.fused_moe import BACKENDS, choose_backend
 
 # %% auto #0
 __all__ = ['CONFIGURATION_PY', 'main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'parse_tokens',
-           'doctor', 'standings', 'bench', 'generate', 'checkpoint', 'quantize', 'random']
+           'doctor', 'standings', 'bench', 'tune', 'generate', 'checkpoint', 'quantize', 'random']
 
 # %% ../nbs/90_cli.ipynb #777c46ce
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -392,6 +392,60 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
     finally:
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
+
+# %% ../nbs/90_cli.ipynb #4620166b
+@main.command()
+@click.option("--shape", metavar="NAME|E,K,H,I", help="The MoE layer.  [default: deepseek-moe-16b; on a CPU 4,2,32,32]")
+@click.option("--tokens", metavar="T[,T…]", help="Tokens in one call.  [default: 1,2,4,8,16,32,64,128,256,512,1024,2048,4096; on a CPU 1,8]")
+@click.option("--expert-load-distribution", "distribution", default="uniform", show_default=True, metavar="NAME",
+              help="The routing: uniform, zipf:S, or trace:FILE as `dispatch generate --record-loads` writes it.")
+@click.option("--kernels", metavar="NAME[,NAME…]", help="What is tuned: gemv, swap_ab, grouped, hopper, vllm.  [default: all that run here]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: bfloat16; on a CPU float32]")
+@click.option("--out", "folder", default=Path("tuned"), show_default=True, type=click.Path(file_okay=False, path_type=Path),
+              help="Where points and tables are kept.")
+def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str | None, dtype: str | None, folder: Path) -> None:
+    """Search configurations of the routed experts' kernels under a given load.
+
+    Every finished point is kept in OUT/points.jsonl: interrupted, the same command goes on where it was. OUT/kernels.json is for fused_moe (set
+    DISPATCH_TUNED_FOLDER to OUT), the file beside it for vLLM (VLLM_TUNED_CONFIG_FOLDER), whose kernel is tuned where vllm can be imported.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from dispatch.bench.tune import TUNABLE, tunable_here
+    from dispatch.bench.tune import tune as search
+    from dispatch.kernels.routing import synthetic_routing
+    console, gpu = Console(width=None if sys.stdout.isatty() else 140), torch.cuda.is_available()
+    sizes = parse_shape(shape or ("deepseek-moe-16b" if gpu else "4,2,32,32"))
+    counts = sorted(set(parse_tokens(tokens or ("1,2,4,8,16,32,64,128,256,512,1024,2048,4096" if gpu else "1,8"))))
+    if min(counts) < 1: raise click.BadParameter("0 tokens take no time; accepted are 1 and more", param_hint="--tokens")
+    try: synthetic_routing(1, sizes.experts, sizes.top_k, distribution)
+    except ValueError as e: raise click.BadParameter(str(e), param_hint="--expert-load-distribution") from e
+    here = tunable_here()
+    names = [k.strip() for k in kernels.split(",")] if kernels else here
+    if unknown := [n for n in names if n not in TUNABLE]:
+        raise click.BadParameter(f"{unknown[0]!r}; accepted are {', '.join(TUNABLE)}", param_hint="--kernels")
+    if missing := [n for n in names if n not in here]:
+        raise click.BadParameter(f"{missing[0]!r} can't run here; what can: {', '.join(here)}", param_hint="--kernels")
+    if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise click.ClickException("times are searched on a GPU, and there is none here (with TRITON_INTERPRET=1 the search itself can be tried)")
+    if not gpu: console.print("No GPU here: the search runs, and its times say nothing.", highlight=False)
+    kind = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=len(names) * len(counts))
+            def done(kernel: str, t: int, best: dict[str, Any] | None) -> None:
+                bar.advance(task)
+                if best: bar.console.print(f"{kernel}, {t:,} token{'s' if t > 1 else ''}: {best['us']:,.1f} µs with {best['config'] or 'nothing to choose'}", highlight=False)
+            files = search(sizes, counts, distribution, names, folder, kind, lambda line: bar.update(task, description=line), done)
+    except KeyboardInterrupt:
+        console.print(f"\ninterrupted; finished points are in {folder / 'points.jsonl'}, and the same command goes on from there", highlight=False)
+        sys.exit(130)
+    except OSError as e: raise click.ClickException(f"can't write to {folder}: {e.strerror or e}") from e
+    except (RuntimeError, ValueError, MemoryError) as e: raise click.ClickException((str(e) or type(e).__name__).splitlines()[0]) from e
+    if not files: raise click.ClickException("nothing ran")
+    for f in files: console.print(f"{f}: set {'DISPATCH' if f.name == 'kernels.json' else 'VLLM'}_TUNED_"
+                                  f"{'FOLDER' if f.name == 'kernels.json' else 'CONFIG_FOLDER'}={folder}", highlight=False)
 
 # %% ../nbs/90_cli.ipynb #49549f26
 @main.command()

@@ -268,13 +268,13 @@ def test_what_a_kernel_refuses_another_takes(table, stride: int, picked: str) ->
     _, gate_up, down, *_ = example_inputs(T=1, E=4, K=1, H=64, I=64, dtype=torch.bfloat16)
     sizes = Sizes(4096, 1, 4, 64, 64, 0)
     x = torch.empty(4096, 128, dtype=torch.bfloat16)[:, ::stride][:, :64]
-    assert _pick(sizes, x, gate_up, down, None, None, (9, 0), "GPU X") == picked
-    assert _pick(sizes, x, gate_up, down, None, None, (8, 0), "GPU X") == "grouped"
+    assert _pick(sizes, x, gate_up, down, None, None, (9, 0), "GPU X") == (picked, None)
+    assert _pick(sizes, x, gate_up, down, None, None, (8, 0), "GPU X") == ("grouped", None)
 
 
 def test_a_measured_choice_comes_first(table) -> None:
     shape = SHAPES["deepseek-moe-16b"]
-    table({("GPU X", 64, 6, 2048, 1408): [(1, "naive"), (64, "gemv")]})
+    table({("GPU X", 64, 6, 2048, 1408): [(1, "naive", None), (64, "gemv", None)]})
     def chosen(T: int, dtype: torch.dtype = torch.bfloat16, gpu: str = "GPU X", shape=shape) -> str:
         return choose_backend(shape, T, dtype, "cuda", (9, 0), gpu).backend
     assert [chosen(T) for T in (1, 2, 64, 65, 4096)] == ["naive", "gemv", "gemv", "swap_ab", "hopper"]
@@ -286,8 +286,8 @@ def test_a_measured_choice_comes_first(table) -> None:
 
 def test_the_table_names_backends_in_rising_order() -> None:
     for up_to in _table().values():
-        assert {b for _, b in up_to} <= BACKENDS.keys()
-        assert [t for t, _ in up_to] == sorted({t for t, _ in up_to})
+        assert {b for _, b, _ in up_to} <= BACKENDS.keys()
+        assert [t for t, *_ in up_to] == sorted({t for t, *_ in up_to})
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
