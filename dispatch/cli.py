@@ -393,7 +393,7 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
 
-# %% ../nbs/90_cli.ipynb #4620166b
+# %% ../nbs/90_cli.ipynb #f70d8019
 @main.command()
 @click.option("--shape", metavar="NAME|E,K,H,I", help="The MoE layer.  [default: deepseek-moe-16b; on a CPU 4,2,32,32]")
 @click.option("--tokens", metavar="T[,T…]", help="Tokens in one call.  [default: 1,2,4,8,16,32,64,128,256,512,1024,2048,4096; on a CPU 1,8]")
@@ -436,7 +436,8 @@ def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str 
             task = bar.add_task("", total=len(names) * len(counts))
             def done(kernel: str, t: int, best: dict[str, Any] | None) -> None:
                 bar.advance(task)
-                if best: bar.console.print(f"{kernel}, {t:,} token{'s' if t > 1 else ''}: {best['us']:,.1f} µs with {best['config'] or 'nothing to choose'}", highlight=False)
+                if not best: return
+                bar.console.print(f"{kernel} at {t:,}: {best['us']:,.1f} µs with {best['config'] or 'nothing to choose'}", highlight=False)
             files = search(sizes, counts, distribution, names, folder, kind, lambda line: bar.update(task, description=line), done)
     except KeyboardInterrupt:
         console.print(f"\ninterrupted; finished points are in {folder / 'points.jsonl'}, and the same command goes on from there", highlight=False)

@@ -39,7 +39,7 @@ Config = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Config', 'TUNABLE', 'HOPELESS', 'Tunable', 'flat', 'nested', 'neighbours', 'tunable_here', 'Points', 'climb',
-           'Search', 'write_tables', 'tune']
+           'Search', 'write_tables', 'points_here', 'tune']
 
 # %% ../../nbs/bench/72_tune.ipynb #ae7ea53b
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Search:
         count, best = len(self.points.of(who.name, place["tokens"], self.distribution)), self.points.best(who.name, place["tokens"], self.distribution)
         self.told(f"{who.name} at {place['tokens']:,}: {count} measured" + (f", best {best['us']:,.1f} µs" if best else ""))
 
-# %% ../../nbs/bench/72_tune.ipynb #bec76881
+# %% ../../nbs/bench/72_tune.ipynb #44f96bb6
 def write_tables(
     points: Points,
     folder: Path,
@@ -316,6 +316,17 @@ def _write(path: Path, what: Any) -> Path:
     return path
 
 
+def points_here(
+    folder: Path,
+    shape: MoEShape,
+    dtype: torch.dtype,
+) -> Points:
+    "What a folder has of this machine, these versions and a shape."
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions, sizes = {"torch": torch.__version__, "triton": version("triton")}, [shape.experts, shape.top_k, shape.hidden, shape.intermediate]
+    return Points(folder, dict(gpu=gpu, versions=versions, shape=sizes, dtype=str(dtype).removeprefix("torch.")))
+
+
 def tune(
     shape: MoEShape,
     tokens: Sequence[int],  # rising
@@ -329,10 +340,7 @@ def tune(
 ) -> list[Path]:  # the tables
     "Search, writing the tables after every cell. ValueError for a distribution that doesn't fit and OSError for the folder come before any GPU work."
     expert_probabilities(distribution, shape.experts, np.random.default_rng(0), shape.top_k)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    versions = {"torch": torch.__version__, "triton": version("triton")}
-    sizes = [shape.experts, shape.top_k, shape.hidden, shape.intermediate]
-    points = Points(folder, dict(gpu=gpu, versions=versions, shape=sizes, dtype=str(dtype).removeprefix("torch.")))
+    points = points_here(folder, shape, dtype)
     files: list[Path] = []
     with ExitStack() as stack:
         stack.callback(points.out.close)
