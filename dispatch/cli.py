@@ -393,12 +393,12 @@ def bench(shape: str | None, tokens: str | None, distribution: str, mode: str | 
         if out: out.close()
     if not timed: raise click.ClickException("nothing was timed")
 
-# %% ../nbs/90_cli.ipynb #f70d8019
+# %% ../nbs/90_cli.ipynb #dd5cbf7d
 @main.command()
 @click.option("--shape", metavar="NAME|E,K,H,I", help="The MoE layer.  [default: deepseek-moe-16b; on a CPU 4,2,32,32]")
 @click.option("--tokens", metavar="T[,T…]", help="Tokens in one call.  [default: 1,2,4,8,16,32,64,128,256,512,1024,2048,4096; on a CPU 1,8]")
 @click.option("--expert-load-distribution", "distribution", default="uniform", show_default=True, metavar="NAME",
-              help="The routing: uniform, zipf:S, or trace:FILE as `dispatch generate --record-loads` writes it.")
+              help="The routing: uniform, zipf:S, all-to-one, or trace:FILE as `dispatch generate --record-loads` writes it.")
 @click.option("--kernels", metavar="NAME[,NAME…]", help="What is tuned: gemv, swap_ab, grouped, hopper, vllm.  [default: all that run here]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="[default: bfloat16; on a CPU float32]")
 @click.option("--out", "folder", default=Path("tuned"), show_default=True, type=click.Path(file_okay=False, path_type=Path),
@@ -421,11 +421,15 @@ def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str 
     try: synthetic_routing(1, sizes.experts, sizes.top_k, distribution)
     except ValueError as e: raise click.BadParameter(str(e), param_hint="--expert-load-distribution") from e
     here = tunable_here()
-    names = [k.strip() for k in kernels.split(",")] if kernels else here
+    names = list(dict.fromkeys(k.strip() for k in kernels.split(","))) if kernels else here
     if unknown := [n for n in names if n not in TUNABLE]:
         raise click.BadParameter(f"{unknown[0]!r}; accepted are {', '.join(TUNABLE)}", param_hint="--kernels")
     if missing := [n for n in names if n not in here]:
         raise click.BadParameter(f"{missing[0]!r} can't run here; what can: {', '.join(here)}", param_hint="--kernels")
+    ranges = {n: TUNABLE[n]().tokens for n in names}
+    if kernels and (idle := [n for n, (least, most) in ranges.items() if not any(least <= t <= most for t in counts)]):
+        least, most = ranges[idle[0]]
+        raise click.BadParameter(f"{idle[0]!r} is tuned at {least} to {most:,} tokens, and none of --tokens is among them", param_hint="--kernels")
     if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise click.ClickException("times are searched on a GPU, and there is none here (with TRITON_INTERPRET=1 the search itself can be tried)")
     if not gpu: console.print("No GPU here: the search runs, and its times say nothing.", highlight=False)
@@ -434,10 +438,10 @@ def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str 
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=len(names) * len(counts))
-            def done(kernel: str, t: int, best: dict[str, Any] | None) -> None:
+            def done(kernel: str, t: int, best: dict[str, Any] | None, why: str) -> None:
                 bar.advance(task)
-                if not best: return
-                bar.console.print(f"{kernel} at {t:,}: {best['us']:,.1f} µs with {best['config'] or 'nothing to choose'}", highlight=False)
+                said = f"{best['us']:,.1f} µs with {best['config'] or 'nothing to choose'}" if best else why
+                bar.console.print(f"{kernel} at {t:,}: {escape(said)}", highlight=False)
             files = search(sizes, counts, distribution, names, folder, kind, lambda line: bar.update(task, description=line), done)
     except KeyboardInterrupt:
         console.print(f"\ninterrupted; finished points are in {folder / 'points.jsonl'}, and the same command goes on from there", highlight=False)
@@ -445,8 +449,9 @@ def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str 
     except OSError as e: raise click.ClickException(f"can't write to {folder}: {e.strerror or e}") from e
     except (RuntimeError, ValueError, MemoryError) as e: raise click.ClickException((str(e) or type(e).__name__).splitlines()[0]) from e
     if not files: raise click.ClickException("nothing ran")
-    for f in files: console.print(f"{f}: set {'DISPATCH' if f.name == 'kernels.json' else 'VLLM'}_TUNED_"
-                                  f"{'FOLDER' if f.name == 'kernels.json' else 'CONFIG_FOLDER'}={folder}", highlight=False)
+    for f in files:
+        use = f"set {'DISPATCH_TUNED_FOLDER' if f.name == 'kernels.json' else 'VLLM_TUNED_CONFIG_FOLDER'}={folder}"
+        console.print(f"{f}: {use if kind.itemsize == 2 else 'to read; in float32 fused_moe chooses by rule'}", highlight=False)
 
 # %% ../nbs/90_cli.ipynb #49549f26
 @main.command()

@@ -27,7 +27,7 @@ from .reference import NO_GRADIENTS, Sizes, check_inputs, reference_moe, whole_f
 from .swap_ab import Product, SwapConfig, launch_swap_ab
 
 # %% auto #0
-__all__ = ['BACKENDS', 'TABLE', 'Backend', 'as_config', 'Choice', 'choose_backend', 'fused_moe']
+__all__ = ['BACKENDS', 'TABLE', 'Rows', 'Backend', 'as_config', 'read_table', 'Choice', 'choose_backend', 'fused_moe']
 
 # %% ../../nbs/kernels/19_fused_moe.ipynb #24f9d053
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in (
             bytes_refuses, tuple(KINDS), floats=False),
 )}
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #bc3325cd
+# %% ../../nbs/kernels/19_fused_moe.ipynb #6fe7ed9c
 def as_config(
     backend: str,  # a name in BACKENDS that takes one
     values: Mapping[str, Any],  # as dataclasses.asdict writes it
@@ -94,14 +94,32 @@ def as_config(
 TABLE = Path(__file__).resolve().parent.parent / "data/kernels.json" if "__file__" in globals() else Path("../../dispatch/data/kernels.json")
 
 
+Rows = list[tuple[int, str | None, Any]]  # up to so many tokens, backend (None: nothing was measured there), its configuration or None; rising
+
+
+def read_table(
+    path: Path,
+) -> dict[tuple[str, int, int, int, int], Rows]:  # GPU, E, K, H, I →
+    "A table of measured choices for floats of two bytes, as `dispatch tune` writes it. ValueError that names the file for one that can't be read or is wrong."
+    found: dict[tuple[str, int, int, int, int], Rows] = {}
+    try:
+        for r in json.loads(path.read_text()):
+            if r.get("dtype") == "float32": continue
+            E, K, H, I = map(int, r["shape"])
+            rows: Rows = [(int(t), b, as_config(b, c[0]) if c else None) for t, b, *c in r["up_to"]]
+            if wrong := [b for _, b, _ in rows if b is not None and not BACKENDS[b].floats]: raise ValueError(f"{wrong[0]!r} reads no floats")
+            if [t for t, *_ in rows] != sorted({t for t, *_ in rows}): raise ValueError("token counts don't rise")
+            found[str(r["gpu"]), E, K, H, I] = rows
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"{path} is no table of choices ({type(e).__name__}: {e}); `dispatch tune` writes one") from e
+    return found
+
+
 @lru_cache(maxsize=1)
-def _table() -> dict[tuple[str, int, int, int, int], list[tuple[int, str, Any]]]:
-    "GPU, E, K, H, I → (up to so many tokens, backend, its configuration or None), rising; the tuned folder's before what ships."
-    found, tuned = json.loads(TABLE.read_text()), os.environ.get("DISPATCH_TUNED_FOLDER")
-    if tuned:
-        try: found += json.loads((Path(tuned) / "kernels.json").read_text())
-        except (OSError, ValueError) as e: raise ValueError(f"DISPATCH_TUNED_FOLDER is {tuned!r}, without a table: {e}; `dispatch tune` writes one") from e
-    return {(r["gpu"], *r["shape"]): [(int(t), str(b), as_config(b, c[0]) if c else None) for t, b, *c in r["up_to"]] for r in found}
+def _table() -> list[dict[tuple[str, int, int, int, int], Rows]]:
+    "The tuned folder's table, where one is set, and what ships."
+    tuned = os.environ.get("DISPATCH_TUNED_FOLDER")
+    return [read_table(p) for p in ([Path(tuned) / "kernels.json"] if tuned else []) + [TABLE]]
 
 
 class Choice(NamedTuple):
@@ -123,8 +141,9 @@ def _choose(E: int, K: int, H: int, I: int, tokens: int, element_bytes: int, cap
                 return Choice("hopper", f"{rows:.3g} rows an expert on average: the tensor cores are what takes the time, and tokens rounded to fp8 halve it")
             return Choice("hopper_bytes", "weights of one byte, which some warps fetch and others make numbers of")
         return Choice("swap_ab", "weights of one byte, which become numbers in registers")
-    for up_to, backend, config in _table().get((gpu, E, K, H, I), []) if element_bytes == 2 else []:
-        if tokens <= up_to: return Choice(backend, f"chosen from measurements at this shape on an {gpu}, up to {up_to} tokens", config)
+    for table in _table() if element_bytes == 2 else []:
+        up_to, backend, config = next((r for r in table.get((gpu, E, K, H, I), []) if tokens <= r[0]), (0, None, None))
+        if backend: return Choice(backend, f"chosen from measurements at this shape on an {gpu}, up to {up_to} tokens", config)
     rows = tokens * K / E
     if rows > 64 and capability == HOPPER and element_bytes == 2 and H % 64 == I % 64 == 0:
         return Choice("hopper", f"{rows:.3g} rows an expert on average: the tensor cores are what takes the time")

@@ -266,7 +266,7 @@ def _hopper_bytes_down_kernel(
                           E, S, I, COLUMNS, STEPS, GROUP, SIZES, PDL)),
     ], [4, 4], [88, 64])
 
-# %% ../../nbs/kernels/18_hopper_bytes.ipynb #3bceee41
+# %% ../../nbs/kernels/18_hopper_bytes.ipynb #afef46cb
 def bytes_sizes(
     rows: float,  # of an expert, on average
 ) -> tuple[int, ...]:  # rising, from 0: a tile of more rows than one and up to the next is computed as the next; no tile has more than the last
@@ -370,8 +370,9 @@ def hopper_bytes_moe(
 
     Sums are float32; the intermediate and each pair's row are rounded to the tokens' dtype, (T·(K + S) + 16·(E + S))·(I + H) elements of workspace.
     H and I are multiples of 64, last strides 1, the weights' others multiples of 16 bytes. Converting in registers between shared memory and tensor core
-    is how Marlin and CUTLASS's mixed-input kernels do it. Raises as `check_inputs` does, TypeError for weights that are not quantized, ValueError for what
-    the copy engine can't read, and RuntimeError elsewhere than on such a GPU.
+    is how Marlin and CUTLASS's mixed-input kernels do it. Raises as `check_inputs` does, TypeError for weights that are not quantized, ValueError for float32
+    tokens and for what the copies can't read (tokens too: last stride 1, rows a multiple of 8 elements apart, at a multiple of 16 bytes), and RuntimeError
+    elsewhere than on such a GPU.
     """
     for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if not isinstance(w, Quantized): raise TypeError(f"{name} is a {type(w).__name__}; accepted here is a Quantized")

@@ -33,7 +33,7 @@ def softmax_topk(
     weights, index = router_logits.float().softmax(-1).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), index
 
-# %% ../../nbs/kernels/10_routing.ipynb #afebdef7
+# %% ../../nbs/kernels/10_routing.ipynb #5aad5e38
 @dataclass(frozen=True)
 class ExpertLoads:
     "How many tokens chose each expert, for each mixture layer of a run."
@@ -56,12 +56,13 @@ def read_loads(
     "Recorded loads. ValueError says what is wrong with a file that has none."
     try: loads = ExpertLoads(**json.loads(Path(path).read_text()))
     except OSError as e: raise ValueError(f"{path} can't be read: {e.strerror}") from e
-    except (ValueError, TypeError) as e: raise ValueError(f"{path} is no trace of expert loads; `dispatch generate --record-loads FILE` writes one") from e
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f"{path} is no trace of expert loads; `dispatch generate --record-loads FILE` writes one") from e
     rows = loads.counts if isinstance(loads.counts, list) else []
     if not rows or not all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows):
         raise ValueError(f"{path} has no counts; accepted is a list of layers, each with a count for every expert")
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for row in rows for n in row):
-        raise ValueError(f"{path} has counts that are no whole numbers from 0 up")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**53 for row in rows for n in row):
+        raise ValueError(f"{path} has counts that are no whole numbers from 0 up to 2^53")
     if not all(any(row) for row in rows): raise ValueError(f"{path} has a layer that nobody chose an expert of")
     return loads
 
@@ -80,7 +81,7 @@ def _first_draw(counts: tuple[int, ...], top_k: int) -> tuple[float, ...]:
         p /= p.sum()
     return tuple(p)
 
-# %% ../../nbs/kernels/10_routing.ipynb #5c85fc39
+# %% ../../nbs/kernels/10_routing.ipynb #0e0739eb
 def expert_probabilities(
     distribution: str,  # "uniform", "zipf:S", "all-to-one" or "trace:FILE"
     experts: int,  # E
@@ -94,7 +95,7 @@ def expert_probabilities(
         except ValueError as e: raise ValueError(f"distribution is {distribution!r}: {e}") from e
         counts = loads[int(rng.integers(len(loads)))]
         if len(counts) != experts: raise ValueError(f"distribution is {distribution!r}: the trace has {len(counts)} experts a layer, the shape {experts}")
-        if sum(c > 0 for c in counts) < top_k:
+        if any(sum(c > 0 for c in layer) < top_k for layer in loads):
             raise ValueError(f"distribution is {distribution!r}: fewer than {top_k} experts of a layer were ever chosen, and each token needs that many")
         return np.asarray(_first_draw(tuple(counts), top_k))
     p = np.ones(experts)
