@@ -371,3 +371,19 @@ def test_gpu_kernels_agree_with_dequantized_weights(kind: torch.dtype, case: dic
             y = fused_moe(*args, **more, backend=backend)
             check_agreement(y, want, f"{backend} {case}")
             assert torch.equal(y, fused_moe(*args, **more, backend=backend))
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    config = replace(SMALL, n_routed_experts=2, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="has int8 experts, and these are floats; `quantize_checkpoint`"):
+        write_random_checkpoint(tmp_path / "a", replace(config, expert_weights="int8"), progress=False)
+    weights = load_weights(open_checkpoint(write_random_checkpoint(tmp_path / "b", config, progress=False)), progress=False, kind=torch.int8)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight is int8 \[128, 256\]; accepted under this configuration is float64 or"):
+        write_checkpoint(tmp_path / "c", config, weights.tensor, progress=False)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is bfloat16 \[2\]; accepted .* \[64, 256\]"):
+        write_checkpoint(tmp_path / "d", config, lambda name: torch.ones(2, dtype=torch.bfloat16), progress=False)
+    assert not (tmp_path / "c/config.json").exists()
+    plain = load_weights(open_checkpoint(tmp_path / "b"), progress=False)
+    with pytest.raises(CheckpointError, match="no tensor model.layers.1.mlp.experts.0.up_proj.weight_scale .they are not quantized"):
+        plain.tensor("model.layers.1.mlp.experts.0.up_proj.weight_scale")
+    with pytest.raises(CheckpointError, match="no tensor nonsense"): plain.tensor("nonsense")

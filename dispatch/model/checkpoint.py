@@ -23,7 +23,7 @@ from ..core.quantization import KINDS, NAMES, Quantized, quantize
 from .config import ModelConfig, read_config
 
 # %% auto #0
-__all__ = ['IGNORED', 'FLOATS', 'BYTES', 'EXPERT', 'NOT_COPIED', 'CheckpointError', 'tensor_shapes', 'Checkpoint',
+__all__ = ['IGNORED', 'STORED', 'FLOATS', 'BYTES', 'EXPERT', 'NOT_COPIED', 'CheckpointError', 'tensor_shapes', 'Checkpoint',
            'open_checkpoint', 'Layer', 'Weights', 'empty_weights', 'load_weights', 'write_checkpoint',
            'quantize_checkpoint', 'write_random_checkpoint']
 
@@ -55,7 +55,7 @@ def tensor_shapes(
         for e in range(c.n_routed_experts): shapes |= expert(f"{p}.mlp.experts.{e}")
     return shapes
 
-# %% ../../nbs/model/21_checkpoint.ipynb #30028491
+# %% ../../nbs/model/21_checkpoint.ipynb #b08bc4e7
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
@@ -88,6 +88,7 @@ def _located(folder: Path) -> dict[str, str]:
                           + (f" (found {others}, which can hold code and is not opened)" if others else ""))
 
 
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "F8_E4M3": "float8_e4m3fn"}  # safetensors' names, torch's
 FLOATS = ("F64", "F32", "F16", "BF16")
 BYTES = {"int8": "I8", "fp8": "F8_E4M3"}
 EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*\.weight$")
@@ -134,7 +135,7 @@ def open_checkpoint(
         raise CheckpointError(f"{folder} can't be loaded: " + "; ".join(faults[:5]) + more)
     return Checkpoint(folder, config, {name: [t for t in ts if t in want] for name, ts in sorted(files.items())})
 
-# %% ../../nbs/model/21_checkpoint.ipynb #c5cd1149
+# %% ../../nbs/model/21_checkpoint.ipynb #f1a7f467
 @dataclass
 class Layer:
     "One decoder layer's weights, H hidden, E experts of width I."
@@ -178,8 +179,9 @@ class Weights:
         slot = self.slots.get(name)
         if isinstance(slot, Quantized): return slot.values
         if slot is not None: return slot
-        whole = self.slots[name.removesuffix("_scale")]
-        assert isinstance(whole, Quantized)
+        whole = self.slots.get(name.removesuffix("_scale"))
+        if not isinstance(whole, Quantized):
+            raise CheckpointError(f"these weights have no tensor {name}" + (" (they are not quantized)" if whole is not None else ""))
         return whole.scales
 
 # %% ../../nbs/model/21_checkpoint.ipynb #2d8e934d
@@ -260,7 +262,7 @@ def load_weights(
     bar.close()
     return weights
 
-# %% ../../nbs/model/21_checkpoint.ipynb #59b504f4
+# %% ../../nbs/model/21_checkpoint.ipynb #99457af1
 def _shards(names: list[str], shapes: dict[str, tuple[int, ...]], file_bytes: float) -> Iterator[list[str]]:
     "Names in order, cut so that a shard holds about `file_bytes` in bf16."
     shard: list[str] = []
@@ -288,7 +290,7 @@ def write_checkpoint(
     file_gb: float = 1.2,
     progress: bool = True,
 ) -> Path:
-    "Write a checkpoint in the published format. Refuses a folder that already holds one."
+    "Write a checkpoint in the published format. CheckpointError for a folder that already holds one, and for a tensor that couldn't be read back."
     folder = Path(folder)
     _vacant(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,6 +303,9 @@ def write_checkpoint(
         for i, names in enumerate(tqdm(shards, desc=f"writing {folder.name}", unit="file", disable=not progress), 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
             made = {n: tensor(n).detach().to("cpu").contiguous() for n in names}
+            for n, t in made.items():
+                if (kind := str(t.dtype).removeprefix("torch.")) not in (accepted := [STORED[d] for d in _dtypes(config, n)]) or tuple(t.shape) != shapes[n]:
+                    raise CheckpointError(f"{n} is {kind} {list(t.shape)}; accepted under this configuration is {' or '.join(accepted)} {list(shapes[n])}")
             total += sum(t.nbytes for t in made.values())
             where |= dict.fromkeys(names, name)
             jobs = [j for j in jobs if not j.done() or j.result()]
@@ -344,7 +349,9 @@ def write_random_checkpoint(
     device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> Path:
-    "A seeded random checkpoint in bf16: norms 1, all else N(0, 0.02). The same bytes for one seed and kind of device."
+    "A seeded random checkpoint in bf16: norms 1, all else N(0, 0.02). The same bytes for one seed and kind of device. CheckpointError as `write_checkpoint`."
+    if config.expert_weights:
+        raise CheckpointError(f"the configuration has {config.expert_weights} experts, and these are floats; `quantize_checkpoint` makes bytes of them")
     g = torch.Generator(device).manual_seed(seed)
     shapes = tensor_shapes(config)
     def tensor(name: str) -> torch.Tensor:
