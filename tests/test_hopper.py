@@ -175,6 +175,18 @@ def test_simulated_fp8_shared_experts_and_strides(simulated: list[int]) -> None:
     check_agreement(hopper_moe(x, gate_up, down, weights, index, **shared), want, "simulated, shared", bound=FLIPS)
 
 
+@pytest.mark.parametrize(("module", "layer"), [(hopper, hopper_moe), (hopper_bytes, hopper_bytes_moe)], ids=["hopper", "hopper_bytes"])
+def test_scales_at_an_odd_address_are_another_kind_of_call(module: Any, layer: Any, simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[object] = []
+    monkeypatch.setattr(module, "launch", lambda kernel, key, *rest, **options: keys.append(key))
+    x, gate_up, down, weights, index = quantized(example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16), torch.float8_e4m3fn)
+    odd = Quantized(down.values, torch.cat([torch.zeros(1), down.scales.flatten()])[1:].view(down.scales.shape))
+    layer(x, gate_up, down, weights, index)
+    first, keys[:] = list(keys), []
+    layer(x, gate_up, odd, weights, index)
+    assert all(a != b for a, b in zip(first, keys, strict=True)), "what is compiled may load scales sixteen bytes at a time"
+
+
 def broken(original: Any, replacements: dict[str, str]) -> Any:
     "The module with a fault in one of its Gluon functions."
     import inspect

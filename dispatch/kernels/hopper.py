@@ -360,7 +360,7 @@ def _quantize_rows_kernel(x, values, scales, stride, N: tl.constexpr, BLOCK: tl.
     tl.store(values + r * N + n, (v / tl.where(scale > 0, scale, 1.0)).to(tl.float8e4nv), mask=n < N)
     tl.store(scales + r, scale)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #eda91d5f
+# %% ../../nbs/kernels/17_hopper.ipynb #6554ecd9
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -449,7 +449,7 @@ def launch_hopper(
             shared = _gate_up_blocks(s13, S, I, H, I * H, S * I * H, H)
             shared_down = _blocks(s2, [S, H, I], [I, S * I, 1], [1, 256, depth])
             shared_scales = s13_scales, s2_scales
-        key = (sizes, x.dtype, w13.dtype, index.dtype, tokens.stride(0), out.stride(), aligned(out, index, weights))
+        key = (sizes, x.dtype, w13.dtype, index.dtype, tokens.stride(0), out.stride(), aligned(out, index, weights, w13_scales, w2_scales, *shared_scales))
         tables = (t.tile_expert, t.tile_row, t.tile_rows, t.tile_count)
         programs, group = multiprocessors(device), tile_group(H, I)
         h_blocks, y_blocks = _blocks(h, [rows, I], [I, 1], [64, 64]), _blocks(y, [rows, H], [H, 1], [64, 64])
