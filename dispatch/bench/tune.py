@@ -85,7 +85,7 @@ def neighbours(
         below, above = [v for v in values if v < config[name]], [v for v in values if v > config[name]]
         for v in (*below[-1:], *above[:1]): yield config | {name: v}
 
-# %% ../../nbs/bench/72_tune.ipynb #de70ab89
+# %% ../../nbs/bench/72_tune.ipynb #4efcc84c
 def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)  # the interpreter has no dependent launches
 
@@ -160,7 +160,7 @@ def tunable_here() -> list[str]:
     "The names in TUNABLE that this machine and interpreter can run."
     if not torch.cuda.is_available(): return ["gemv", "swap_ab", "grouped"]
     has, names = torch.cuda.get_device_capability(), ["vllm"] if find_spec("vllm") else []  # pragma: gpu
-    return [n for n, b in BACKENDS.items() if n in TUNABLE and b.capability and (b.capability == has if b.only else b.capability <= has)] + names
+    return [n for n, b in BACKENDS.items() if n in TUNABLE and b.has_kernels_for(has)] + names
 
 # %% ../../nbs/bench/72_tune.ipynb #8077be9f
 def load_name(
@@ -320,7 +320,7 @@ class Search:
         count, best = len(self.points.of(who.name, place["tokens"], self.load)), self.points.best(who.name, place["tokens"], self.load)
         self.told(f"{who.name} at {place['tokens']:,}: {count} measured" + (f", best {best['us']:,.1f} µs" if best else ""))
 
-# %% ../../nbs/bench/72_tune.ipynb #afb966c7
+# %% ../../nbs/bench/72_tune.ipynb #1bfe4c2e
 def write_tables(
     points: Points,
     folder: Path,
@@ -351,7 +351,7 @@ def _borders(best: Mapping[int, list[Any]]) -> list[list[Any]]:
     "Rows [up to so many tokens, kernel or null, configuration], rising, from the best at each measured count."
     rows, reached, counts = list[list[Any]](), 0, sorted(best)
     for i, t in enumerate(counts):
-        low = (t + 1) // 2 - 1 if i == 0 else max((t + 1) // 2 - 1, reached)
+        low = max((t + 1) // 2 - 1, reached)
         if low > reached: rows.append([low, None])
         reached = min(2 * t, max(t, int((t * counts[i + 1]) ** 0.5))) if i + 1 < len(counts) else 2 * t
         rows.append([reached, *best[t]])

@@ -29,7 +29,7 @@ from .swap_ab import Product, SwapConfig, launch_swap_ab
 # %% auto #0
 __all__ = ['BACKENDS', 'TABLE', 'Rows', 'Backend', 'as_config', 'read_table', 'Choice', 'choose_backend', 'fused_moe']
 
-# %% ../../nbs/kernels/19_fused_moe.ipynb #24f9d053
+# %% ../../nbs/kernels/19_fused_moe.ipynb #8903eba9
 @dataclass(frozen=True)
 class Backend:
     "One implementation of the experts."
@@ -42,6 +42,13 @@ class Backend:
     kinds: tuple[torch.dtype, ...] = ()  # dtypes of quantized weights that it reads
     floats: bool = True  # whether it reads weights that are not quantized
     config: type | None = None  # what its launch takes as `config`, a dataclass, where it can be told how to cut a call
+
+    def has_kernels_for(
+        self,
+        capability: tuple[int, int],  # a GPU's compute capability
+    ) -> bool:
+        "Whether its kernels run on such a GPU; the reference has none."
+        return self.capability is not None and (self.capability == capability if self.only else self.capability <= capability)
 
 
 def _reference(
