@@ -28,8 +28,8 @@ from .core.roofline import SHAPES, MoEShape
 from .kernels.fused_moe import BACKENDS, choose_backend
 
 # %% auto #0
-__all__ = ['CONFIGURATION_PY', 'main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'parse_tokens',
-           'doctor', 'standings', 'bench', 'tune', 'generate', 'checkpoint', 'quantize', 'random']
+__all__ = ['main', 'phases', 'pick_phases', 'findings', 'save_page', 'run', 'parse_shape', 'parse_tokens', 'doctor', 'standings',
+           'bench', 'tune', 'generate', 'checkpoint', 'quantize', 'random']
 
 # %% ../nbs/90_cli.ipynb #777c46ce
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -453,7 +453,7 @@ def tune(shape: str | None, tokens: str | None, distribution: str, kernels: str 
         use = f"set {'DISPATCH_TUNED_FOLDER' if f.name == 'kernels.json' else 'VLLM_TUNED_CONFIG_FOLDER'}={folder}"
         console.print(f"{f}: {use if kind.itemsize == 2 else 'to read; in float32 fused_moe chooses by rule'}", highlight=False)
 
-# %% ../nbs/90_cli.ipynb #49549f26
+# %% ../nbs/90_cli.ipynb #1afffa16
 @main.command()
 @click.argument("prompt")
 @click.option("--model", "folder", type=click.Path(path_type=Path), help="A checkpoint folder in the Hugging Face format.  [default: the tiny one]")
@@ -510,14 +510,6 @@ def checkpoint() -> None:
     "Write checkpoints."
 
 
-CONFIGURATION_PY = """from transformers import PretrainedConfig
-
-
-class DeepseekConfig(PretrainedConfig):
-    model_type = "deepseek"
-"""
-
-
 @checkpoint.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -550,6 +542,7 @@ def random(folder: Path, shape: str, seed: int, device: str | None) -> None:
     """
     import json
 
+    from dispatch.bench.served import add_configuration_class
     from dispatch.model.checkpoint import CheckpointError, write_random_checkpoint
     from dispatch.model.config import CONFIGS
     from dispatch.model.tokenizer import random_tokenizer
@@ -560,7 +553,5 @@ def random(folder: Path, shape: str, seed: int, device: str | None) -> None:
     random_tokenizer(config.vocab_size, config.bos_token_id, config.eos_token_id).save(str(folder / "tokenizer.json"))
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    (folder / "configuration_deepseek.py").write_text(CONFIGURATION_PY)
-    raw = config.to_dict() | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}}
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+    add_configuration_class(folder)
     click.echo(f"{folder}: {shape}, seed {seed}")

@@ -169,11 +169,15 @@ def hopper_bytes_cases(down: bool):
     tables = dict.fromkeys(("order", "tile_expert", "tile_row", "tile_rows", "tiles"), "*i32!")
     for dtype, kind, rows, (K, S, H, I) in (("bf16", "i8", 1, (6, 2, 2048, 1408)), ("fp16", "fp8e4nv", 20, (4, 0, 1984, 320)),
                                             ("bf16", "i8", 100, (6, 0, 2048, 1408)), ("bf16", "fp8e4nv", 100, (2, 1, 4096, 14336))):
-        w, sizes = described(kind, [1, 128, 128] if down else [1, 8, 2, 8, 128]), bytes_sizes(rows)
-        types = tables | dict(x="*i32", h="*i32" if down else f"*{dtype}", y=f"*{dtype}", scales="*fp32", shared_scales="*fp32", w_desc=w, shared_desc=w,
-                              stride_x8="i32!")
+        w, sizes = described(kind, [1, 64, 128] if down else [1, 4, 2, 8, 128]), bytes_sizes(rows)
+        types = tables | dict(x="*i32", h="*i32" if down else f"*{dtype}", y=f"*{dtype}", scales="*fp32", shared_scales="*fp32", w_desc=w, shared_desc=w)
+        types |= {f"{of}{octet}": w for of in "ws" for octet in range(4)}
         meta = dict(E=8, S=S, H=H, I=I, SIZES=sizes, STAGES=bytes_stages(sizes), GROUP=16 if K == 2 else 1, PDL=True, x_layout=NVMMASharedLayout(128, 16, 2))
         yield f"{dtype}, {kind}, K={K}, {rows} rows an expert", types, meta | ({} if down else dict(SLOTS=K + S)), (4, 3)
+
+
+def interleave_cases(arch: int):
+    for H in (2048, 1984): yield f"H={H}", dict(x="*i32", out="*i32"), dict(WORDS=H // 2, PADDED=1024, BLOCK=1024, PDL=True), (4, 3)
 
 
 def quantize_rows_cases(arch: int):
@@ -205,6 +209,7 @@ KERNELS = {
     "_hopper_down_kernel": ((90,), lambda arch: hopper_cases(down=True)),
     "_hopper_bytes_gate_up_kernel": ((90,), lambda arch: hopper_bytes_cases(down=False)),
     "_hopper_bytes_down_kernel": ((90,), lambda arch: hopper_bytes_cases(down=True)),
+    "_interleave_kernel": ((90,), interleave_cases),
     "_quantize_rows_kernel": ((90,), quantize_rows_cases),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),

@@ -178,12 +178,13 @@ def test_simulated_fp8_shared_experts_and_strides(simulated: list[int]) -> None:
 @pytest.mark.parametrize(("module", "layer"), [(hopper, hopper_moe), (hopper_bytes, hopper_bytes_moe)], ids=["hopper", "hopper_bytes"])
 def test_scales_at_an_odd_address_are_another_kind_of_call(module: Any, layer: Any, simulated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[object] = []
-    monkeypatch.setattr(module, "launch", lambda kernel, key, *rest, **options: keys.append(key))
+    monkeypatch.setattr(module, "launch", lambda kernel, key, *rest, **options: keys.append(key) if isinstance(kernel, GluonJITFunction) else None)
     x, gate_up, down, weights, index = quantized(example_inputs(T=4, E=4, K=2, H=64, I=64, dtype=torch.float16), torch.float8_e4m3fn)
     odd = Quantized(down.values, torch.cat([torch.zeros(1), down.scales.flatten()])[1:].view(down.scales.shape))
     layer(x, gate_up, down, weights, index)
     first, keys[:] = list(keys), []
     layer(x, gate_up, odd, weights, index)
+    assert first
     assert all(a != b for a, b in zip(first, keys, strict=True)), "what is compiled may load scales sixteen bytes at a time"
 
 
@@ -216,7 +217,7 @@ FAULTS: dict[str, tuple[Any, dict[str, str]]] = {
     "bytes, early release": (hopper_bytes, {"warpgroup_mma_wait(0, deps=(acc, left": "warpgroup_mma_wait(2 if s < STEPS - 1 else 0, deps=(acc, left"}),
     "bytes, no wait": (hopper_bytes, {"mbarrier.wait(ready.index(i), it // STAGES & 1)": "pass"}),
     "bytes, too few announced": (hopper_bytes, {"mbarrier.expect(bar, 128 * 128)": "mbarrier.expect(bar, 64 * 128)"}),
-    "bytes, columns out of order": (hopper_bytes, {"place // 8 * 2 + place // 4 % 2": "place // 4 * 2"}),
+    "bytes, columns out of order": (hopper_bytes, {"permute(1, 2, 0, 3, 4)": "permute(2, 1, 0, 3, 4)"}),
     "bytes, a part too few": (hopper_bytes, {"if rows > SIZES[1] * j:": "if rows > SIZES[1] * (j + 1):"}),
     "bytes, up's scales for gate": (hopper_bytes, {"gate + r // 8 % 2 * up": "gate + up"}),
 }

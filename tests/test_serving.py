@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from dispatch.serving.kv_cache import BlockPool, Table, block_hash
-from dispatch.serving.scheduler import Piece, Request, Scheduler
+from dispatch.serving.scheduler import PENDING, Piece, Request, Scheduler
 
 
 def next_token(tokens: list[int]) -> int:
@@ -25,20 +25,23 @@ def answer(request: Request, max_length: int) -> list[int]:
 
 
 class Cache:
-    "The tensors' stand-in: each place has the beginning that was computed into it."
+    "The GPU's stand-in: each place has the beginning that was computed into it, each slot the token that was sampled last."
     def __init__(self, pool: BlockPool) -> None:
-        self.pool, self.places = pool, [[b""] * pool.block_size for _ in range(pool.size)]
+        self.pool, self.places, self.last = pool, [[b""] * pool.block_size for _ in range(pool.size)], dict[int, int]()
 
     def run(self, pieces: list[Piece]) -> list[int]:
         "A step: write what is computed, read all that came before, and sample."
+        known = {id(p): [self.last[p.request.slot or 0] if t == PENDING else t for t in p.request.token_ids] for p in pieces}
         for p in pieces:
-            for t in range(p.start, p.end): self._place(p, t, write=True)
+            for t in range(p.start, p.end): self._place(p, known[id(p)], t, write=True)
         for p in pieces:
-            for t in range(p.end): self._place(p, t, write=False)
-        return [next_token(p.request.token_ids) for p in pieces if p.samples]
+            for t in range(p.end): self._place(p, known[id(p)], t, write=False)
+        tokens = [next_token(known[id(p)]) for p in pieces if p.samples]
+        self.last |= zip((p.request.slot or 0 for p in pieces if p.samples), tokens, strict=True)
+        return tokens
 
-    def _place(self, p: Piece, t: int, write: bool) -> None:
-        block, name = self.places[p.request.table.blocks[t // self.pool.block_size]], block_hash(b"", p.request.token_ids[:t + 1])
+    def _place(self, p: Piece, tokens: list[int], t: int, write: bool) -> None:
+        block, name = self.places[p.request.table.blocks[t // self.pool.block_size]], block_hash(b"", tokens[:t + 1])
         if write: block[t % self.pool.block_size] = name
         assert block[t % self.pool.block_size] == name, f"request {p.request.id} reads another's keys at {t}"
 
@@ -50,7 +53,7 @@ class Serving(RuleBasedStateMachine):
     @initialize(blocks=st.integers(3, 12), block_size=st.sampled_from([1, 2, 4]), prefix=st.booleans(), batch=st.integers(1, 6), budget=st.integers(1, 12))
     def begin(self, blocks: int, block_size: int, prefix: bool, batch: int, budget: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks, block_size, prefix), batch, budget, max_length=20)
-        self.cache, self.all, self.flight = Cache(self.scheduler.pool), list[Request](), list[Piece]()
+        self.cache, self.all, self.flight = Cache(self.scheduler.pool), list[Request](), list[tuple[list[Piece], list[int]]]()
 
     @rule(target=requests, common=st.integers(0, 12), own=st.lists(st.integers(0, 3), max_size=4), max_tokens=st.integers(1, 8),
           stop=st.frozensets(st.integers(0, 49), max_size=10))
@@ -66,18 +69,20 @@ class Serving(RuleBasedStateMachine):
         return request
 
     @rule(request=requests)
-    def abort(self, request: Request) -> None: self.scheduler.abort(request)
+    def abort(self, request: Request) -> None: self.scheduler.finish(request)
 
-    @rule(request=st.none() | requests)
-    def step(self, request: Request | None) -> None:
+    @rule(request=st.none() | requests, ahead=st.booleans())
+    def step(self, request: Request | None, ahead: bool) -> None:
+        "Choose and launch a step, perhaps before the one before is read."
         pieces = self.scheduler.schedule()
         assert pieces or not (self.scheduler.running or self.scheduler.waiting), "something is left, and nothing is done"
         assert sum(p.end - p.start for p in pieces) <= self.scheduler.max_step_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_batch
         assert all(p.end > p.start for p in pieces)
-        tokens = self.cache.run(pieces)
-        if request: self.scheduler.abort(request)  # while the step was under way
-        self.scheduler.update(pieces, tokens)
+        self.flight.append((pieces, self.cache.run(pieces)))
+        self.scheduler.advance(pieces)
+        if request: self.scheduler.finish(request)  # while the step was under way
+        while len(self.flight) > ahead: self.scheduler.settle(*self.flight.pop(0))
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -85,9 +90,10 @@ class Serving(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"): return
+        for flight in self.flight: self.scheduler.settle(*flight)
         for _ in range(2000):
             if not (pieces := self.scheduler.schedule()): break
-            self.scheduler.update(pieces, self.cache.run(pieces))
+            step(self.scheduler, self.cache, pieces)
             self.scheduler.check()
         assert not self.scheduler.running
         assert not self.scheduler.waiting, "somebody starved"
@@ -101,11 +107,18 @@ TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def step(scheduler: Scheduler, cache: Cache, pieces: list[Piece]) -> None:
+    "Run a step and read what came out."
+    tokens = cache.run(pieces)
+    scheduler.advance(pieces)
+    scheduler.settle(pieces, tokens)
+
+
 def finish(scheduler: Scheduler, cache: Cache) -> int:
     "Run until nothing is left; the number of steps."
     steps = 0
     while pieces := scheduler.schedule():
-        scheduler.update(pieces, cache.run(pieces))
+        step(scheduler, cache, pieces)
         steps += 1
     scheduler.check()
     return steps
@@ -120,7 +133,7 @@ def test_a_prompt_wholly_in_the_cache_computes_only_its_last_block() -> None:
     scheduler.add(second)
     [piece] = scheduler.schedule()
     assert (piece.start, piece.end, piece.samples) == (4, 8, True)
-    scheduler.update([piece], cache.run([piece]))
+    step(scheduler, cache, [piece])
     finish(scheduler, cache)
     assert second.generated == answer(second, scheduler.max_length)
 
@@ -139,15 +152,15 @@ def test_a_long_prompt_is_computed_beside_those_that_decode_and_nobody_overtakes
     cache = Cache(pool)
     early, long, late = Request([1, 2], 20), Request(list(range(30)), 2), Request([3], 1)
     scheduler.add(early)
-    scheduler.update(first := scheduler.schedule(), cache.run(first))
+    step(scheduler, cache, scheduler.schedule())
     for r in (long, late): scheduler.add(r)
     pieces = scheduler.schedule()
     assert [(p.request, p.end - p.start) for p in pieces] == [(early, 1), (long, 7)]
-    scheduler.update(pieces, cache.run(pieces))
+    step(scheduler, cache, pieces)
     blocked = Request(list(range(100, 140)), 1)
     scheduler.waiting.appendleft(blocked)
     assert late not in [p.request for p in scheduler.schedule()], "the head of the queue waits for blocks, and the others for it"
-    scheduler.abort(blocked)
+    scheduler.finish(blocked)
     scheduler.check()
 
 
@@ -155,7 +168,7 @@ def test_ten_thousand_are_queued_and_answered() -> None:
     scheduler = Scheduler(pool := BlockPool(64, 4))
     requests = [Request([i % 7, i % 5], 1 + i % 2) for i in range(10_000)]
     for r in requests: scheduler.add(r)
-    for r in requests[5000:5100]: scheduler.abort(r)
+    for r in requests[5000:5100]: scheduler.finish(r)
     steps = finish(scheduler, Cache(pool))
     assert steps < 1000
     assert all(r.finished == ("abort" if 5000 <= i < 5100 else "length") for i, r in enumerate(requests))

@@ -360,7 +360,7 @@ def _quantize_rows_kernel(x, values, scales, stride, N: tl.constexpr, BLOCK: tl.
     tl.store(values + r * N + n, (v / tl.where(scale > 0, scale, 1.0)).to(tl.float8e4nv), mask=n < N)
     tl.store(scales + r, scale)
 
-# %% ../../nbs/kernels/17_hopper.ipynb #6554ecd9
+# %% ../../nbs/kernels/17_hopper.ipynb #ce633db3
 def hopper_refuses(
     sizes: Sizes,
     hidden_states: torch.Tensor,
@@ -395,9 +395,9 @@ def _blocks(t: torch.Tensor, shape: list[int], strides: list[int], block: list[i
     return TensorDescriptor(t, shape, strides, block, _layout(len(block), block[-1] * t.element_size(), 8 * t.element_size()))
 
 
-def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int, groups: int = 16) -> Any:
+def _gate_up_blocks(w: torch.Tensor, experts: int, I: int, H: int, expert: int, half: int, line: int) -> Any:
     "[experts, I/8, gate or up, 8, H]: eight rows of gate, the eight of up that belong to them, the next eight of gate; strides in elements."
-    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, groups, 2, 8, 128 // w.element_size()])
+    return _blocks(w, [experts, I // 8, 2, 8, H], [expert, 8 * line, half, line, 1], [1, 16, 2, 8, 128 // w.element_size()])
 
 
 def quantize_rows(

@@ -135,14 +135,12 @@ def open_checkpoint(
         raise CheckpointError(f"{folder} can't be loaded: " + "; ".join(faults[:5]) + more)
     return Checkpoint(folder, config, {name: [t for t in ts if t in want] for name, ts in sorted(files.items())})
 
-# %% ../../nbs/model/21_checkpoint.ipynb #f1a7f467
+# %% ../../nbs/model/21_checkpoint.ipynb #8825a3ab
 @dataclass
 class Layer:
     "One decoder layer's weights, H hidden, E experts of width I."
     input_norm: torch.Tensor  # [H]
-    q: torch.Tensor  # [heads * head_dim, H]
-    k: torch.Tensor  # [kv_heads * head_dim, H]
-    v: torch.Tensor  # [kv_heads * head_dim, H]
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, H]: queries' rows, keys', values'
     o: torch.Tensor  # [H, heads * head_dim]
     post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor | None  # [2W, H], gate rows first: the dense MLP or the shared experts; None without either
@@ -184,7 +182,7 @@ class Weights:
             raise CheckpointError(f"these weights have no tensor {name}" + (" (they are not quantized)" if whole is not None else ""))
         return whole.scales
 
-# %% ../../nbs/model/21_checkpoint.ipynb #2d8e934d
+# %% ../../nbs/model/21_checkpoint.ipynb #315b372c
 def empty_weights(
     config: ModelConfig,
     dtype: torch.dtype = torch.bfloat16,
@@ -213,9 +211,11 @@ def empty_weights(
         moe, I = c.is_moe(l), c.moe_intermediate_size
         width = c.n_shared_experts * I if moe else c.intermediate_size
         gate_up, down = (torch.empty(s, dtype=dtype, device=device) if width else None for s in ((2 * width, H), (H, width)))
-        q, k, v, o = (new(f"{p}.self_attn.{n}_proj.weight", kv if n in "kv" else H, H) for n in "qkvo")
+        qkv = torch.empty(H + 2 * kv, H, dtype=dtype, device=device)
+        slots.update(zip((f"{p}.self_attn.{n}_proj.weight" for n in "qkv"), torch.split(qkv, [H, kv, kv]), strict=True))
+        o = new(f"{p}.self_attn.o_proj.weight", H, H)
         norms = (new(f"{p}.{n}_layernorm.weight", H) for n in ("input", "post_attention"))
-        layer = Layer(next(norms), q, k, v, o, next(norms), gate_up, down)
+        layer = Layer(next(norms), qkv, o, next(norms), gate_up, down)
         if gate_up is not None and down is not None: mlp(f"{p}.mlp.shared_experts" if moe else f"{p}.mlp", gate_up, down)
         if moe:
             layer.router = new(f"{p}.mlp.gate.weight", c.n_routed_experts, H)

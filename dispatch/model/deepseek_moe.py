@@ -65,7 +65,7 @@ class KVCache:
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
-# %% ../../nbs/model/22_deepseek_moe.ipynb #0c614a10
+# %% ../../nbs/model/22_deepseek_moe.ipynb #7717aa5f
 # hidden_states [T, H], gate_up_proj [E, 2I, H], down_proj [E, H, I], top_k_weights [T, K] float32, top_k_index [T, K] int64 → [T, H]
 Experts = Callable[[torch.Tensor, Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]  # weights are `Quantized` where the model's are
 
@@ -127,7 +127,8 @@ class DeepseekMoE:
 
     def _attention(self, l: int, layer: Layer, x: torch.Tensor, cache: KVCache | None, start: int) -> torch.Tensor:
         B, S, _ = x.shape
-        q, k, v = (F.linear(x, w).view(B, S, -1, self.config.head_dim).transpose(1, 2) for w in (layer.q, layer.k, layer.v))
+        heads, kv_heads, d = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        q, k, v = torch.split(F.linear(x, layer.qkv).view(B, S, -1, d).transpose(1, 2), [heads, kv_heads, kv_heads], dim=1)
         cos, sin = self.cos[start:start + S], self.sin[start:start + S]
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache:

@@ -13,9 +13,12 @@ from itertools import count
 from .kv_cache import BlockPool, Table
 
 # %% auto #0
-__all__ = ['Request', 'Piece', 'Scheduler']
+__all__ = ['PENDING', 'Request', 'Piece', 'Scheduler']
 
-# %% ../../nbs/serving/41_scheduler.ipynb #973395d1
+# %% ../../nbs/serving/41_scheduler.ipynb #0603cd34
+PENDING = -1  # a token that the GPU has sampled, or is about to, and nobody has read
+
+
 @dataclass(eq=False)
 class Request:
     "One prompt and what becomes of it."
@@ -24,8 +27,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # a generated one of these is the last
     id: int = field(default_factory=count().__next__)
     token_ids: list[int] = field(default_factory=list)  # the prompt's and the generated ones
-    computed: int = 0  # tokens whose keys and values are in the cache
+    computed: int = 0  # tokens whose keys and values are in the cache, or will be when the steps that were chosen are done
     table: Table = field(default_factory=Table)
+    slot: int | None = None  # where the GPU keeps its last token; None while it waits
     finished: str | None = None  # "stop", "length" or "abort"
     preemptions: int = 0
 
@@ -45,7 +49,7 @@ class Piece:
     end: int
     samples: bool  # whether these are all that it has, so that the step gives it a new token
 
-# %% ../../nbs/serving/41_scheduler.ipynb #58d03e23
+# %% ../../nbs/serving/41_scheduler.ipynb #2c8aca59
 class Scheduler:
     "Chooses what each step computes. ValueError for bounds that leave nothing to do."
 
@@ -61,6 +65,7 @@ class Scheduler:
         self.pool, self.max_batch, self.max_step_tokens = pool, max_batch, max_step_tokens
         self.max_length = min(max_length, pool.size * pool.block_size)
         self.waiting, self.running = deque[Request](), list[Request]()  # running: oldest first
+        self.slots = list(range(max_batch))  # those that are nobody's
 
     def add(self, request: Request) -> None:
         "Queue a request. ValueError for one that could never be answered."
@@ -71,29 +76,34 @@ class Scheduler:
             raise ValueError(f"the prompt has {n} tokens; accepted are at most {self.max_length - 1}, one less than model and cache hold")
         self.waiting.append(request)
 
-    def abort(self, request: Request) -> None:
+    def finish(self, request: Request, why: str = "abort") -> None:
         "End a request now, wherever it is; one that is over stays as it ended."
         if request.finished: return
-        if request in self.running: self.running.remove(request)
-        else: self.waiting.remove(request)
-        self._end(request, "abort")
+        if request.slot is not None: self.running.remove(request)
+        elif request in self.waiting: self.waiting.remove(request)
+        self._let_go(request)
+        while request.token_ids[-1] == PENDING: request.token_ids.pop()
+        request.finished = why
 
     def schedule(self) -> list[Piece]:
-        "The next step; nothing just if no request is left."
+        "The next step, those that decode first; nothing just if no request needs one."
         pieces, budget, short = list[Piece](), self.max_step_tokens, False
-        while len(pieces) < len(self.running) and budget:
-            request = self.running[len(pieces)]
+        for request in sorted(self.running, key=lambda r: len(r.token_ids) - r.computed > 1):
+            if not budget: break
+            if request.slot is None: continue  # preempted just now
             piece = self._piece(request, budget)
             while not self.pool.extend(request.table, piece.end):
-                short, victim = True, self.running.pop()  # those that have a piece are older
+                short, victim = True, self.running.pop()
                 self._let_go(victim)
                 victim.preemptions += 1
                 self.waiting.appendleft(victim)
+                budget += sum(p.end - p.start for p in pieces if p.request is victim)
+                pieces = [p for p in pieces if p.request is not victim]
                 if victim is request: break
             else:
                 pieces.append(piece)
                 budget -= piece.end - piece.start
-        while self.waiting and budget and len(self.running) < self.max_batch and not short:
+        while self.waiting and budget and self.slots and not short:
             request = self.waiting[0]
             request.table = self.pool.open(request.token_ids)
             request.computed = len(request.table.blocks) * self.pool.block_size
@@ -102,39 +112,51 @@ class Scheduler:
                 break
             piece = self._piece(request, budget)
             self.pool.extend(request.table, piece.end)
+            request.slot = self.slots.pop()
             self.running.append(self.waiting.popleft())
             pieces.append(piece)
             budget -= piece.end - piece.start
         return pieces
 
-    def update(
-        self,
-        pieces: Sequence[Piece],  # of the last step
-        tokens: Sequence[int],  # what was sampled, one for each piece that samples, in order
-    ) -> list[Request]:  # those that ended
-        "Take note of a step's results; what was aborted in the meantime is passed over."
-        ended, sampled = list[Request](), iter(tokens)
+    def advance(self, pieces: Sequence[Piece]) -> None:
+        "Take note that a step is on its way."
         for piece in pieces:
-            token = next(sampled) if piece.samples else None
+            request = piece.request
+            request.computed = piece.end
+            self.pool.commit(request.table, request.token_ids[:piece.end - (request.token_ids[piece.end - 1] == PENDING)])
+            if not piece.samples: continue
+            request.token_ids.append(PENDING)
+            if self._full(request):
+                self.running.remove(request)
+                self._let_go(request)
+
+    def settle(
+        self,
+        pieces: Sequence[Piece],  # of the oldest step that is on its way
+        tokens: Sequence[int],  # what was sampled, one for each piece that samples, in order
+    ) -> list[tuple[Request, int]]:  # each request that goes on or ends with this, and its token
+        "Take note of a step's results; what is over in the meantime is passed over."
+        told = list[tuple[Request, int]]()
+        for piece, token in zip((p for p in pieces if p.samples), tokens, strict=True):
             request = piece.request
             if request.finished: continue
-            request.computed = piece.end
-            self.pool.commit(request.table, request.token_ids[:piece.end])
-            if token is None: continue
-            request.token_ids.append(token)
-            over = "stop" if token in request.stop_ids else "length" if (
-                len(request.generated) >= request.max_tokens or len(request.token_ids) >= self.max_length) else None
-            if over:
-                self.running.remove(request)
-                self._end(request, over)
-                ended.append(request)
-        return ended
+            request.token_ids[piece.end] = token
+            told.append((request, token))
+            if token in request.stop_ids:
+                del request.token_ids[piece.end + 1:]
+                self.finish(request, "stop")
+            elif piece.end + 1 == len(request.token_ids) and self._full(request): self.finish(request, "length")
+        return told
 
     def check(self) -> None:
         "AssertionError for a block that is leaked, freed twice or shared wrongly, or a request in two places."
         self.pool.check(r.table for r in self.running)
-        assert not any(r.table.blocks or r.finished for r in self.waiting), "a waiting request holds blocks, or is over"
+        assert not any(r.table.blocks or r.finished or r.slot is not None for r in self.waiting), "a waiting request holds blocks or a slot, or is over"
         assert len({id(r) for r in (*self.running, *self.waiting)}) == len(self.running) + len(self.waiting), "a request in two places"
+        assert sorted([*self.slots, *(-1 if r.slot is None else r.slot for r in self.running)]) == list(range(self.max_batch)), "a slot is lost or shared"
+
+    def _full(self, request: Request) -> bool:
+        return len(request.token_ids) >= min(len(request.prompt_ids) + request.max_tokens, self.max_length)
 
     def _piece(self, request: Request, budget: int) -> Piece:
         end = min(request.computed + budget, len(request.token_ids))
@@ -143,7 +165,5 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         self.pool.close(request.table)
         request.computed = 0
-
-    def _end(self, request: Request, why: str) -> None:
-        self._let_go(request)
-        request.finished = why
+        if request.slot is not None: self.slots.append(request.slot)
+        request.slot = None
