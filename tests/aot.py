@@ -185,6 +185,21 @@ def quantize_rows_cases(arch: int):
         yield f"{dtype}, {N}", dict(x=f"*{dtype}", values="*fp8e4nv", scales="*fp32"), dict(N=N, BLOCK=2048, PDL=True), (4, 3)
 
 
+def fused_cases(which: str):
+    "The small kernels around attention and experts, at DeepSeekMoE-16B's sizes."
+    pointers = {"add_norm": "x y weight out", "rope": "qkv q keys values", "scores": "x router", "linear": "x w out"}
+    meta = {"add_norm": dict(ADD=True, H=2048), "rope": dict(HEADS=16, KV=16, D=128, BLOCK=16), "scores": dict(E=64, H=2048),
+            "topk": dict(E=64, K=6, NORM=False, BLOCK=64), "linear": dict(N=6144, K=2048, ROWS=2)}[which]
+    others = {"rope": dict(positions="*i32!", places="*i32!", cos="*fp32", sin="*fp32"), "scores": dict(scores="*fp32", T="i32"),
+              "topk": dict(scores="*fp32", places="*i32!", weights="*fp32", index="*i32!", scale="fp32"), "linear": dict(T="i32"),
+              "add_norm": dict(eps="fp32")}[which]
+    def cases(arch: int):
+        for dtype in ("bf16", "fp16"):
+            types = dict.fromkeys(pointers.get(which, "").split(), f"*{dtype}") | others
+            yield dtype, types, dict(BLOCK=2048) | meta | dict(PDL=arch >= 90), (1 if which in ("linear", "topk") else 4, 3)
+    return cases
+
+
 def combine_cases(arch: int):
     for name, dtype, (E, K, S, H, _), index, types in variants(arch):
         pointers = dict(y=f"*{dtype}", out=f"*{dtype}", index=f"*{index}", position="*i32!", top_k_weights="*fp32")
@@ -211,6 +226,11 @@ KERNELS = {
     "_hopper_bytes_down_kernel": ((90,), lambda arch: hopper_bytes_cases(down=True)),
     "_interleave_kernel": ((90,), interleave_cases),
     "_quantize_rows_kernel": ((90,), quantize_rows_cases),
+    "_add_norm_kernel": (FALLBACK, fused_cases("add_norm")),
+    "_rope_to_cache_kernel": (FALLBACK, fused_cases("rope")),
+    "_scores_kernel": (FALLBACK, fused_cases("scores")),
+    "_topk_kernel": (FALLBACK, fused_cases("topk")),
+    "_linear_kernel": (FALLBACK, fused_cases("linear")),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

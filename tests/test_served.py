@@ -403,7 +403,7 @@ def test_the_real_engine(tmp_path: Path) -> None:
         found = running["dispatch"].measure(4, 8, 24, 6, seed=0)
         assert (found["completed"], found["total_output_tokens"]) == (8, 48)
         c = read_config(tiny_folder())
-        hit = running["dispatch"].ask(120, do="experts_hit", requests=16, input_len=8, seed=0)["found"]
+        hit = running["dispatch"].ask(120, do="experts_hit", requests=4, input_len=8, seed=0)["found"]
         assert len(hit) == sum(map(c.is_moe, range(c.num_hidden_layers)))
         assert all(c.num_experts_per_tok <= n <= c.n_routed_experts for n in hit)
         assert json.dumps(running["dispatch"].facts)

@@ -49,7 +49,7 @@ class Piece:
     end: int
     samples: bool  # whether these are all that it has, so that the step gives it a new token
 
-# %% ../../nbs/serving/41_scheduler.ipynb #2c8aca59
+# %% ../../nbs/serving/41_scheduler.ipynb #74dbc565
 class Scheduler:
     "Chooses what each step computes. ValueError for bounds that leave nothing to do."
 
@@ -82,7 +82,7 @@ class Scheduler:
         if request.slot is not None: self.running.remove(request)
         elif request in self.waiting: self.waiting.remove(request)
         self._let_go(request)
-        while request.token_ids[-1] == PENDING: request.token_ids.pop()
+        while request.token_ids[-1:] == [PENDING]: request.token_ids.pop()
         request.finished = why
 
     def schedule(self) -> list[Piece]:
