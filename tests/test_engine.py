@@ -115,7 +115,7 @@ def test_logprobs(model: DeepseekMoE) -> None:
     logits = model.forward(torch.tensor([[*prompt, *answer.token_ids]], device=model.device))[0].log_softmax(-1).cpu()
     for i, (token, found) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
         want = logits[len(prompt) - 1 + i].topk(3)
-        assert list(found)[0] == token
+        assert next(iter(found)) == token
         assert set(found) == set(want.indices.tolist())
         torch.testing.assert_close(torch.tensor(sorted(found.values(), reverse=True)), want.values, rtol=1e-3, atol=1e-4)
 
@@ -124,14 +124,17 @@ def test_a_seed_gives_the_same_answer_in_any_company(model: DeepseekMoE) -> None
     params = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11, ignore_eos=True)
     alone = engine_of(model).generate([[4, 5, 6]], params, progress=False)[0].token_ids
     others = [[i, i + 1] for i in range(10, 30)]
-    crowd = engine_of(model, blocks=24, max_step_tokens=7).generate([*others, [4, 5, 6]], [SamplingParams(max_tokens=9, temperature=1.0)] * 20 + [params], progress=False)
+    each = [SamplingParams(max_tokens=9, temperature=1.0)] * 20 + [params]
+    crowd = engine_of(model, blocks=24, max_step_tokens=7).generate([*others, [4, 5, 6]], each, progress=False)
     assert crowd[-1].token_ids == alone
-    assert engine_of(model).generate([[4, 5, 6]], SamplingParams(max_tokens=12, temperature=1.0, seed=12, ignore_eos=True), progress=False)[0].token_ids != alone
+    other = SamplingParams(max_tokens=12, temperature=1.0, seed=12, ignore_eos=True)
+    assert engine_of(model).generate([[4, 5, 6]], other, progress=False)[0].token_ids != alone
 
 
 def test_abort_while_waiting_in_prefill_and_in_decode(model: DeepseekMoE) -> None:
     engine = engine_of(model, max_batch=2, max_step_tokens=8)
-    decodes, prefills, waits, goes_on = (engine.add(engine.request(list(range(3, 3 + n)), SamplingParams(max_tokens=20, ignore_eos=True))) for n in (4, 40, 5, 6))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    decodes, prefills, waits, goes_on = (engine.add(engine.request(list(range(3, 3 + n)), params)) for n in (4, 40, 5, 6))
     for _ in range(3): engine.step()
     for r in (decodes, prefills, waits):
         engine.abort(r)

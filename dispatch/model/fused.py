@@ -62,7 +62,7 @@ def _add_norm(x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps
                (eps, y is not None, H, triton.next_power_of_2(H), pdl), num_warps=4 if H <= 2048 else 8, **_early(pdl))
     return out
 
-# %% ../../nbs/model/26_fused.ipynb #73d4666b
+# %% ../../nbs/model/26_fused.ipynb #cd93e1c8
 @triton.jit
 def _rope_to_cache_kernel(qkv, positions, places, cos, sin, q, keys, values, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
                           PDL: tl.constexpr):
@@ -101,28 +101,25 @@ def rope_to_cache(
     sin: torch.Tensor,  # likewise
     keys: torch.Tensor,  # [places, kv_heads, d], contiguous; written to
     values: torch.Tensor,  # likewise
-) -> torch.Tensor:  # [T, heads, d]
-    "Queries, turned; keys, turned, and values are in the cache."
-    if qkv.is_cuda: return _rope_to_cache(qkv, positions, places, cos, sin, keys, values)
-    (_, kv_heads, d), T = keys.shape, qkv.shape[0]
-    heads = qkv.shape[1] // d - 2 * kv_heads
+    q: torch.Tensor,  # [T, heads, d], contiguous; written to
+) -> None:
+    "Queries, turned; keys, turned, and values go to the cache."
+    if qkv.is_cuda: return _rope_to_cache(qkv, positions, places, cos, sin, keys, values, q)
+    (_, kv_heads, d), (T, heads, _), turned = keys.shape, q.shape, q
     q, k, v = torch.split(qkv.view(T, -1, d), [heads, kv_heads, kv_heads], dim=1)
     c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
     real = places >= 0
     keys[places[real].long()], values[places[real].long()] = apply_rope(k, c, s)[real], v[real]
-    return apply_rope(q, c, s)
+    turned.copy_(apply_rope(q, c, s))
 
 
 def _rope_to_cache(qkv: torch.Tensor, positions: torch.Tensor, places: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor,
-                   values: torch.Tensor) -> torch.Tensor:
-    (_, kv_heads, d), T = keys.shape, qkv.shape[0]
-    heads = qkv.shape[1] // d - 2 * kv_heads
-    q, pdl = torch.empty(T, heads, d, dtype=qkv.dtype, device=qkv.device), uses_pdl(qkv.device)
-    if T == 0: return q
+                   values: torch.Tensor, q: torch.Tensor) -> None:
+    (_, kv_heads, d), (T, heads, _), pdl = keys.shape, q.shape, uses_pdl(qkv.device)
+    if T == 0: return
     with on_device(qkv):
         launch(_rope_to_cache_kernel, (qkv.dtype, heads, kv_heads, d, aligned(qkv, positions, places)), T * triton.cdiv(heads + 2 * kv_heads, 16),
                (qkv, positions, places, cos, sin, q, keys, values), (heads, kv_heads, d, 16, pdl), num_warps=4, **_early(pdl))
-    return q
 
 # %% ../../nbs/model/26_fused.ipynb #e754d0b3
 @triton.jit

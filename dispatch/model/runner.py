@@ -59,11 +59,11 @@ class Flight(NamedTuple):
         if self.done: self.done.synchronize()
         return self.sampled
 
-# %% ../../nbs/model/28_runner.ipynb #fbcf02f6
+# %% ../../nbs/model/28_runner.ipynb #825a257c
 class Attention(Protocol):
     "What the layers ask of attention."
     def plan(self, batch: Batch) -> None: ...
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class PlainAttention:
@@ -78,16 +78,16 @@ class PlainAttention:
         q: torch.Tensor,  # [T, heads, d]
         keys: torch.Tensor,  # [blocks, block_size, kv_heads, d]
         values: torch.Tensor,  # likewise
-    ) -> torch.Tensor:  # [T, heads·d]
+        out: torch.Tensor,  # [T, heads, d]
+    ) -> None:
         "Each token over those before it in its sequence."
-        b, out = self.batch, torch.zeros_like(q)
+        b = self.batch
         for i, length in enumerate(b.lengths.tolist()):
             (start, end), blocks = b.starts[i:i + 2].tolist(), torch.from_numpy(b.blocks[b.block_starts[i]:b.block_starts[i + 1]]).long().to(q.device)
             k, v = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (keys, values))
             mask = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - (end - start))
             out[start:end] = F.scaled_dot_product_attention(q[start:end].transpose(0, 1)[None], k[None], v[None], mask[None, None],
                                                             enable_gqa=q.shape[1] != k.shape[0])[0].transpose(0, 1)
-        return out.flatten(1)
 
 
 class FlashInferAttention:  # pragma: gpu
@@ -119,14 +119,13 @@ class FlashInferAttention:  # pragma: gpu
             self.prefill.plan(torch.from_numpy(batch.starts[n:] - n).pin_memory(), (starts[n:] - cut).pin_memory(), blocks[cut:], last[n:].pin_memory(),
                               *self.sizes, causal=True, **self.dtypes)
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         "As PlainAttention's."
-        out, n = torch.empty_like(q), self.n
+        n = self.n
         if n: self.decode.run(q[:n], (keys, values), out=out[:n])
         if n < self.tokens and self.prefill: self.prefill.run(q[n:self.tokens], (keys, values), out=out[n:self.tokens])
-        return out.flatten(1)
 
-# %% ../../nbs/model/28_runner.ipynb #5dd4637d
+# %% ../../nbs/model/28_runner.ipynb #140384bd
 GRAPHS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # sequences
 
 
@@ -148,7 +147,8 @@ class ModelRunner:
     block_size: int = 16
     max_batch: int = 256
     max_step_tokens: int = 2048
-    graphs: dict[int, Graph] = field(default_factory=dict)
+    graphs: dict[int, Graph] = field(default_factory=dict)  # by sequences, rising
+    segments: dict[int, list[torch.cuda.CUDAGraph]] = field(default_factory=dict)  # by tokens: what lies between attentions
     on_routing: Callable[[int, torch.Tensor], None] | None = None  # is told the layer and top_k_index [T, K]; such steps don't use graphs
 
     def __post_init__(self) -> None:
@@ -159,6 +159,8 @@ class ModelRunner:
         self.tokens = max(self.max_step_tokens, self.max_batch) + 64
         self.host = torch.zeros(5, self.tokens, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.inputs = self.host.to(self.device)  # ids, positions, places, rows that are sampled, slots
+        def rows(*shape: int) -> torch.Tensor: return torch.zeros(self.tokens, *shape, dtype=self.dtype, device=self.device)
+        self.x, self.y, self.q, self.attended = rows(c.hidden_size), rows(c.hidden_size), *(rows(c.num_attention_heads, c.head_dim) for _ in range(2))
         self.flash = self.device.type == "cuda" and c.head_dim in (64, 128, 256) and self.dtype.itemsize == 2  # what FlashInfer has kernels for
         self.attention: Any = None
         self.copied: torch.cuda.Event | None = None
@@ -238,36 +240,46 @@ class ModelRunner:
 
     def _step(self, T: int, S: int, attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         "Logits [S, V] and the likeliest tokens [S], which become the slots' last."
-        ids, positions, places = (self.inputs[i, :T] for i in range(3))
-        ids = torch.where(ids < 0, self.last[(-1 - ids).clamp_min(0).long()], ids.long())
-        logits = self._forward(ids, positions, places, self.inputs[3, :S].long(), attention)
+        logits = self._forward(T, S, attention)
         tokens = likeliest(logits)
         self.last[self.inputs[4, :S].long()] = tokens
         return logits, tokens
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor, attention: Attention) -> torch.Tensor:
-        w, eps = self.weights, self.config.rms_norm_eps
-        x, y = F.embedding(ids, w.embed), None
-        for l, layer in enumerate(w.layers):
-            keys, values = self.keys[l], self.values[l]
-            q = rope_to_cache(linear(add_norm(x, y, layer.input_norm, eps), layer.qkv), positions, places, self.cos, self.sin,
-                              keys.flatten(0, 1), values.flatten(0, 1))
-            y = linear(attention(q, keys, values), layer.o)
-            y = self._mlp(l, layer, add_norm(x, y, layer.post_norm, eps), places)
-        return F.linear(add_norm(x[sampled], y[sampled] if y is not None else None, w.norm, eps), w.head)
+    def _forward(self, T: int, S: int, attention: Attention) -> torch.Tensor:
+        segments = None if self.on_routing else self.segments.get(T)
+        for l in range(len(self.weights.layers) + 1):
+            if l: attention(self.q[:T], self.keys[l - 1], self.values[l - 1], self.attended[:T])
+            if segments: segments[l].replay()
+            else: self._segment(l, T)
+        sampled = self.inputs[3, :S].long()
+        return F.linear(add_norm(self.x[sampled], self.y[sampled], self.weights.norm, self.config.rms_norm_eps), self.weights.head)
 
-    def _mlp(self, l: int, layer: Layer, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _segment(self, l: int, T: int) -> None:
+        "What lies between two attentions: the end of layer l - 1, from attention on, and the beginning of layer l."
+        w, eps, x, y = self.weights, self.config.rms_norm_eps, self.x[:T], self.y[:T]
+        ids, positions, places = (self.inputs[i, :T] for i in range(3))
+        if l == 0: x.copy_(F.embedding(torch.where(ids < 0, self.last[(-1 - ids).clamp_min(0).long()], ids.long()), w.embed))
+        else:
+            layer = w.layers[l - 1]
+            self._mlp(l - 1, layer, add_norm(x, linear(self.attended[:T].flatten(1), layer.o), layer.post_norm, eps), places, y)
+        if l == len(w.layers): return
+        layer, keys, values = w.layers[l], self.keys[l].flatten(0, 1), self.values[l].flatten(0, 1)
+        rope_to_cache(linear(add_norm(x, y if l else None, layer.input_norm, eps), layer.qkv), positions, places, self.cos, self.sin, keys, values, self.q[:T])
+
+    def _mlp(self, l: int, layer: Layer, x: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
         c, y = self.config, None
         folded = layer.router is not None and not isinstance(layer.gate_up_proj, Quantized)  # shared experts ride along with the routed ones
         if not folded and layer.gate_up is not None and layer.down is not None:
             gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, layer.down)
-        if layer.router is None or layer.gate_up_proj is None or layer.down_proj is None: return x if y is None else y
+        if layer.router is None or layer.gate_up_proj is None or layer.down_proj is None:
+            out.copy_(x if y is None else y)
+            return
         weights, index = route(x, layer.router, places, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor)
         if self.on_routing: self.on_routing(l, index)
-        routed = fused_moe(x, layer.gate_up_proj, layer.down_proj, weights, index, skip_invalid=True, shared_gate_up_proj=layer.gate_up if folded else None,
-                           shared_down_proj=layer.down if folded else None)
-        return routed if y is None else routed + y
+        fused_moe(x, layer.gate_up_proj, layer.down_proj, weights, index, out=out, skip_invalid=True, shared_gate_up_proj=layer.gate_up if folded else None,
+                  shared_down_proj=layer.down if folded else None)
+        if y is not None: out += y
 
     def idle_batch(
         self,
@@ -287,30 +299,35 @@ class ModelRunner:
         self,
         progress: bool = True,
     ) -> None:
-        "Compile for every shape, and capture the graphs of single tokens. The cache must have been allocated."
+        "Compile for every shape, and capture the graphs. The cache must have been allocated."
         sizes = sorted({n for n in GRAPHS if n < self.max_batch} | {self.max_batch}) if self.flash else []
-        prompts = [n for n in (*range(64, 576, 64), *range(640, self.max_step_tokens + 320, 128)) if n <= self.tokens] if sizes else [1]
-        with tqdm(total=len(sizes) + len(prompts), desc="warming up", disable=not progress) as bar, torch.inference_mode():
-            for n in reversed(prompts):
-                n = min(n, self.config.max_position_embeddings)
-                self.launch(self.idle_batch(1, n)).wait()
+        tokens = range(64, self.tokens + 1, 64) if self.flash else ()
+        with tqdm(total=len(sizes) + len(tokens), desc="warming up", disable=not progress) as bar, torch.inference_mode():
+            for n in (1, min(65, self.max_step_tokens, self.config.max_position_embeddings - 1)): self.launch(self.idle_batch(1, n)).wait()
+            self.graphs, self.segments = {}, {}
+            self.inputs[2].fill_(-1)
+            self.inputs[3].copy_(torch.arange(self.tokens, dtype=torch.int32))
+            self.inputs[4].fill_(self.max_batch)
+            pool = torch.cuda.graph_pool_handle() if self.flash else None
+            for n in reversed(sizes):  # the largest first: the others fit into its memory
+                room = n * -(-self.config.max_position_embeddings // self.block_size)
+                attention = FlashInferAttention(self.config, self.block_size, self.dtype, self.device, n, min(room, self.blocks + n), self.attention)
+                attention.plan(self.idle_batch(n))
+                graph, (logits, chosen) = self._captured(pool, lambda n=n, attention=attention: self._step(n, n, attention))  # type: ignore[misc]
+                self.graphs[n] = Graph(graph, attention, logits, chosen)
                 bar.update()
-            for n in reversed(sizes): self._capture(n); bar.update()  # the largest first: the others fit into its memory
-        self.graphs = dict(sorted(self.graphs.items()))
+            for n in reversed(tokens):
+                self.segments[n] = [self._captured(pool, lambda n=n, l=l: self._segment(l, n))[0] for l in range(len(self.weights.layers) + 1)]  # type: ignore[misc]
+                bar.update()
+            self.graphs = dict(sorted(self.graphs.items()))
 
-    def _capture(self, n: int) -> None:  # pragma: gpu
-        first = next(iter(self.graphs.values()), None)
-        room = n * -(-self.config.max_position_embeddings // self.block_size)
-        attention = FlashInferAttention(self.config, self.block_size, self.dtype, self.device, n, min(room, self.blocks + n), self.attention)
-        attention.plan(self.idle_batch(n))
-        self.inputs[2].fill_(-1)
-        self.inputs[3].copy_(torch.arange(self.tokens, dtype=torch.int32))
-        self.inputs[4].fill_(self.max_batch)
-        self._step(n, n, attention)
+    def _captured(self, pool: Any, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:  # pragma: gpu
+        "Work, done once and then captured."
+        work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=first.graph.pool() if first else None): logits, tokens = self._step(n, n, attention)
-        self.graphs[n] = Graph(graph, attention, logits, tokens)
+        with torch.cuda.graph(graph, pool=pool): made = work()
+        return graph, made
 
     def room(
         self,
