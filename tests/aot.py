@@ -187,16 +187,19 @@ def quantize_rows_cases(arch: int):
 
 def fused_cases(which: str):
     "The small kernels around attention and experts, at DeepSeekMoE-16B's sizes."
-    pointers = {"add_norm": "x y weight out", "rope": "qkv q keys values", "scores": "x router", "linear": "x w out"}
-    meta = {"add_norm": dict(ADD=True, H=2048), "rope": dict(HEADS=16, KV=16, D=128, BLOCK=16), "scores": dict(E=64, H=2048),
+    pointers = {"add_norm": "x y weight out", "rope": "qkv q keys values", "scores": "x router", "linear": "x w out", "embed": "table x", "best": "logits"}
+    meta = {"add_norm": dict(ADD=True, SOME=True, H=2048), "embed": dict(H=2048), "best": dict(V=102400, BLOCKS=25, BLOCK=4096),
+            "keep": dict(BLOCKS=25, BLOCK=32), "rope": dict(HEADS=16, KV=16, D=128, BLOCK=16), "scores": dict(E=64, H=2048),
             "topk": dict(E=64, K=6, NORM=False, BLOCK=64), "linear": dict(N=6144, K=2048, ROWS=2)}[which]
     others = {"rope": dict(positions="*i32!", places="*i32!", cos="*fp32", sin="*fp32"), "scores": dict(scores="*fp32", T="i32"),
               "topk": dict(scores="*fp32", places="*i32!", weights="*fp32", index="*i32!", scale="fp32"), "linear": dict(T="i32"),
-              "add_norm": dict(eps="fp32")}[which]
+              "add_norm": dict(eps="fp32", rows="*i32!"), "embed": dict(ids="*i32!", last="*i64"), "best": dict(values="*fp32", index="*i32"),
+              "keep": dict(values="*fp32", index="*i32", slots="*i32!", tokens="*i64", last="*i64")}[which]
     def cases(arch: int):
         for dtype in ("bf16", "fp16"):
             types = dict.fromkeys(pointers.get(which, "").split(), f"*{dtype}") | others
-            yield dtype, types, dict(BLOCK=2048) | meta | dict(PDL=arch >= 90), (1 if which in ("linear", "topk") else 4, 3)
+            yield dtype, types, dict(BLOCK=2048) | meta | ({} if which in ("embed", "best", "keep") else dict(PDL=arch >= 90)), (
+                1 if which in ("linear", "topk", "keep") else 4, 3)
     return cases
 
 
@@ -231,6 +234,9 @@ KERNELS = {
     "_scores_kernel": (FALLBACK, fused_cases("scores")),
     "_topk_kernel": (FALLBACK, fused_cases("topk")),
     "_linear_kernel": (FALLBACK, fused_cases("linear")),
+    "_embed_kernel": (FALLBACK, fused_cases("embed")),
+    "_best_kernel": (FALLBACK, fused_cases("best")),
+    "_keep_kernel": (FALLBACK, fused_cases("keep")),
     "_combine_kernel": ((90,), combine_cases),
     "_read_kernel": (FALLBACK, read_cases),
 }

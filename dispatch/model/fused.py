@@ -17,49 +17,53 @@ from ..kernels.sort import uses_pdl
 from .deepseek_moe import apply_rope
 
 # %% auto #0
-__all__ = ['FEW', 'add_norm', 'rope_to_cache', 'route', 'linear']
+__all__ = ['FEW', 'add_norm', 'rope_to_cache', 'route', 'linear', 'embed', 'keep_likeliest']
 
-# %% ../../nbs/model/26_fused.ipynb #214aa0a7
+# %% ../../nbs/model/26_fused.ipynb #b80c2ffc
 @triton.jit
-def _add_norm_kernel(x, y, weight, out, eps, ADD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    "x += y where ADD, and out = x / rms(x) * weight; one row a program."
-    row = tl.program_id(0).to(tl.int64) * H
+def _add_norm_kernel(x, y, weight, out, rows, eps, ADD: tl.constexpr, SOME: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    "out = norm(x + y) * weight, or norm(x) * weight without ADD, and x += y; with SOME of the rows named alone, and x stays. One row a program."
     n = tl.arange(0, BLOCK)
     w = tl.load(weight + n, mask=n < H, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    to = tl.program_id(0).to(tl.int64) * H
+    row = to
+    if SOME: row = tl.load(rows + tl.program_id(0)).to(tl.int64) * H
     v = tl.load(x + row + n, mask=n < H, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(y + row + n, mask=n < H, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(x + row + n, v, mask=n < H)
+        if not SOME: tl.store(x + row + n, v, mask=n < H)
         v = v.to(tl.float32)
-    tl.store(out + row + n, (v * tl.rsqrt(tl.sum(v * v) / H + eps) * w).to(out.dtype.element_ty), mask=n < H)
+    tl.store(out + to + n, (v * tl.rsqrt(tl.sum(v * v) / H + eps) * w).to(out.dtype.element_ty), mask=n < H)
 
 
 def _early(pdl: bool) -> dict[str, bool]: return {"launch_pdl": True} if pdl else {}
 
 
 def add_norm(
-    x: torch.Tensor,  # [T, H], contiguous; changed in place
+    x: torch.Tensor,  # [T, H], contiguous; changed in place, without `rows`
     y: torch.Tensor | None,  # [T, H], contiguous: what is added to it first
     weight: torch.Tensor,  # [H]
     eps: float,
-) -> torch.Tensor:  # [T, H]
+    rows: torch.Tensor | None = None,  # [S] int32: these rows alone
+) -> torch.Tensor:  # [T, H], or [S, H]
     "RMS norm of x + y, which x becomes."
-    if not x.is_cuda:
-        if y is not None: x += y
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _add_norm(x, y, weight, eps)
+    if x.is_cuda: return _add_norm(x, y, weight, eps, rows)
+    if rows is not None: x, y = x[rows.long()], None if y is None else y[rows.long()]
+    if y is not None: x += y
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _add_norm(x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    T, H = x.shape
-    out, pdl = torch.empty_like(x), uses_pdl(x.device)
-    if T == 0: return out
+def _add_norm(x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, rows: torch.Tensor | None = None) -> torch.Tensor:
+    H, pdl = x.shape[1], uses_pdl(x.device)
+    out = torch.empty_like(x) if rows is None else torch.empty(len(rows), H, dtype=x.dtype, device=x.device)
+    if len(out) == 0: return out
     with on_device(x):
-        launch(_add_norm_kernel, (x.dtype, H, y is None, aligned(x, y)), T, (x, x if y is None else y, weight, out),
-               (eps, y is not None, H, triton.next_power_of_2(H), pdl), num_warps=4 if H <= 2048 else 8, **_early(pdl))
+        launch(_add_norm_kernel, (x.dtype, H, y is None, rows is None, aligned(x, y, rows)), len(out),
+               (x, x if y is None else y, weight, out, weight if rows is None else rows),
+               (eps, y is not None, rows is not None, H, triton.next_power_of_2(H), pdl), num_warps=4 if H <= 2048 else 8, **_early(pdl))
     return out
 
 # %% ../../nbs/model/26_fused.ipynb #cd93e1c8
@@ -220,3 +224,72 @@ def _linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         launch(_linear_kernel, (x.dtype, T == 1, N, K, aligned(x, w)), triton.cdiv(N, rows), (x, w, out), (T, N, K, rows, triton.next_power_of_2(K), pdl),
                num_warps=1 if K <= 2048 else 2, **_early(pdl))
     return out
+
+# %% ../../nbs/model/26_fused.ipynb #2a6c959a
+@triton.jit
+def _embed_kernel(ids, last, table, x, H: tl.constexpr, BLOCK: tl.constexpr):
+    "One token's row."
+    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    i = tl.load(ids + t).to(tl.int64)
+    if i < 0: i = tl.load(last - 1 - i)
+    tl.store(x + t * H + n, tl.load(table + i * H + n, mask=n < H), mask=n < H)
+
+
+def embed(
+    ids: torch.Tensor,  # [T] int32; -1 - s: slot s's last token
+    last: torch.Tensor,  # [slots] int64
+    table: torch.Tensor,  # [V, H], contiguous
+    x: torch.Tensor,  # [T, H], contiguous; written to
+) -> None:
+    "Each token's row of the table."
+    if x.is_cuda: return _embed(ids, last, table, x)
+    x.copy_(F.embedding(torch.where(ids < 0, last[(-1 - ids).clamp_min(0).long()], ids.long()), table))
+
+
+def _embed(ids: torch.Tensor, last: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:
+    T, H = x.shape
+    if T == 0: return
+    with on_device(x):
+        launch(_embed_kernel, (x.dtype, H, aligned(ids, x, table)), T, (ids, last, table, x), (H, triton.next_power_of_2(H)), num_warps=4)
+
+
+@triton.jit
+def _best_kernel(logits, values, index, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    "The largest of BLOCK scores of a row, and its place."
+    row, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    n = block * BLOCK + tl.arange(0, BLOCK)
+    best, at = tl.max(tl.load(logits + row * V + n, mask=n < V, other=float("-inf")).to(tl.float32), 0, return_indices=True)
+    tl.store(values + row * BLOCKS + block, best)
+    tl.store(index + row * BLOCKS + block, block * BLOCK + at)
+
+
+@triton.jit
+def _keep_kernel(values, index, slots, tokens, last, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    "The largest of a row's blocks, kept twice."
+    row, n = tl.program_id(0), tl.arange(0, BLOCK)
+    _, at = tl.max(tl.load(values + row * BLOCKS + n, mask=n < BLOCKS, other=float("-inf")), 0, return_indices=True)
+    token = tl.load(index + row * BLOCKS + at).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(last + tl.load(slots + row), token)
+
+
+def keep_likeliest(
+    logits: torch.Tensor,  # [S, V], contiguous
+    slots: torch.Tensor,  # [S] int32
+    last: torch.Tensor,  # [slots] int64; written to
+) -> torch.Tensor:  # [S] int64
+    "The likeliest tokens, which become the slots' last."
+    if logits.is_cuda: return _keep_likeliest(logits, slots, last)
+    last[slots.long()] = tokens = logits.argmax(-1)
+    return tokens
+
+
+def _keep_likeliest(logits: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    (S, V), device, block = logits.shape, logits.device, 4096
+    blocks, tokens = triton.cdiv(V, block), torch.empty(S, dtype=torch.int64, device=device)
+    if S == 0: return tokens
+    values, index = torch.empty(S, blocks, device=device), torch.empty(S, blocks, dtype=torch.int32, device=device)
+    with on_device(logits):
+        launch(_best_kernel, (logits.dtype, V, aligned(logits)), S * blocks, (logits, values, index), (V, blocks, block), num_warps=4)
+        launch(_keep_kernel, (blocks, aligned(slots)), S, (values, index, slots, tokens, last), (blocks, triton.next_power_of_2(blocks)), num_warps=1)
+    return tokens

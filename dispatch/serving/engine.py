@@ -71,7 +71,7 @@ class Output:
     finished: str | None = None  # "stop", "length" or "abort": then it was the last
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token and the likeliest others, where asked for
 
-# %% ../../nbs/serving/42_engine.ipynb #8039c96f
+# %% ../../nbs/serving/42_engine.ipynb #5f17e4b6
 class Engine:
     "Requests in, outputs out, a step at a time. One thread at a time may use it."
 
@@ -95,7 +95,7 @@ class Engine:
         kind: torch.dtype | None = None,  # int8 or float8_e4m3fn: quantize the routed experts
         memory: float = 0.9,  # share of the GPU's that weights, work space and cache may take
         max_batch: int = 256,  # sequences that run at a time
-        max_step_tokens: int = 2048,  # tokens of a step: a longer prompt is computed in pieces
+        max_step_tokens: int = 4096,  # tokens of a step: a longer prompt is computed in pieces
         block_size: int = 16,  # tokens of a block of the cache
         blocks: int | None = None,  # of the cache; default: as many as `memory` has room for
         prefix_cache: bool = True,  # let prompts that begin alike share their beginnings' keys and values
