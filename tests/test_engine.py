@@ -202,3 +202,20 @@ def test_an_engine_that_breaks_tells_everyone(model: DeepseekMoE, monkeypatch: p
     assert broken.is_set()
     with pytest.raises(EngineError, match="the GPU is gone"): asyncio.run(text_of(engine, [5], SamplingParams()))
     engine.close()
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_quantized_experts_and_a_loaded_engine(kind: torch.dtype, mixed: list) -> None:
+    engine = AsyncEngine.load(tiny_folder(), dtype=torch.float32, device=DEVICE, kind=kind, max_batch=4, max_step_tokens=48, progress=False)
+    plain = DeepseekMoE.load(tiny_folder(), torch.float32, DEVICE, progress=False, kind=kind)
+    async def some() -> list[list[int]]: return await asyncio.gather(*(text_of(engine, p, s) for p, s, _ in mixed[:8]))
+    assert asyncio.run(some()) == [list(generate(plain, p, s)) for p, s, _ in mixed[:8]]
+    engine.close()
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (dict(memory=0), "memory is 0"), (dict(memory=2), "memory is 2"), (dict(max_batch=0), "max_batch is 0"), (dict(max_step_tokens=0), "max_step_tokens is 0"),
+    (dict(block_size=0), "blocks of 0 tokens|block_size is 0"), (dict(blocks=-3), "-3 blocks|blocks is -3"),
+])
+def test_options_that_leave_nothing_to_do(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says): Engine.load(tiny_folder(), dtype=torch.float32, device="cpu", progress=False, **options)

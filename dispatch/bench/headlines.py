@@ -17,7 +17,7 @@ from ..core.roofline import SHAPES, moe_flops
 
 # %% auto #0
 __all__ = ['TOKENS', 'DISTRIBUTIONS', 'GPU', 'ENTRANTS', 'race_rows', 'results_root', 'published_race', 'verdicts', 'race_table',
-           'as_markdown', 'headline_markdown']
+           'as_markdown', 'headline_markdown', 'served_markdown']
 
 # %% ../../nbs/bench/79_headlines.ipynb #af639ff5
 def race_rows(
@@ -114,7 +114,7 @@ def as_markdown(
     shown = pd.DataFrame({c: [cell(str(c), v) for v in table[c]] for c in table.columns})
     return str(shown.to_markdown(index=False, colalign=["right"] * len(shown.columns), disable_numparse=True))
 
-# %% ../../nbs/bench/79_headlines.ipynb #cd23203c
+# %% ../../nbs/bench/79_headlines.ipynb #4b04e306
 def headline_markdown() -> str:
     "The headline table and where it comes from; says so when nothing is published yet."
     run = published_race()
@@ -122,3 +122,18 @@ def headline_markdown() -> str:
     table = race_table(race_rows(run))
     table = table[table.tokens.isin([1, 4, 16, 64, 256, 1024, 2048, 8192])].drop(columns=["experts hit", "GB/s"])
     return f"{as_markdown(table)}\n\n{run.caption()}"
+
+
+def served_markdown() -> str:
+    "Output tokens a second of each engine in the newest served race, and where they come from; says so when nothing is published yet."
+    cells = [{"engine": e, "concurrency": n, "precision": "bf16"} for e in ("vllm", "dispatch") for n in (1, 4, 16, 64, 256)]
+    run = newest_run(results_root(), "phase-6", GPU, "served", cells)
+    if run is None: return "*No complete served run on an H200 is published yet.*"
+    frame = pd.DataFrame(run.rows("served"))
+    found = frame.groupby(["concurrency", "engine"])[["output_throughput", "median_ttft_ms", "p99_itl_ms"]].median().unstack()
+    table = pd.DataFrame({"requests at a time": found.index})
+    for key, name in (("output_throughput", "tokens/s"), ("median_ttft_ms", "TTFT p50 ms"), ("p99_itl_ms", "ITL p99 ms")):
+        for engine in ("dispatch", "vllm"): table[f"{engine}, {name}"] = found[key][engine].to_numpy()
+        if name == "tokens/s": table["times vLLM's"] = (found[key]["dispatch"] / found[key]["vllm"]).to_numpy()
+    return f"{as_markdown(table)}\n\n{run.caption()}"
+

@@ -71,7 +71,7 @@ class Output:
     finished: str | None = None  # "stop", "length" or "abort": then it was the last
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token and the likeliest others, where asked for
 
-# %% ../../nbs/serving/42_engine.ipynb #5f17e4b6
+# %% ../../nbs/serving/42_engine.ipynb #c2cfbf09
 class Engine:
     "Requests in, outputs out, a step at a time. One thread at a time may use it."
 
@@ -103,6 +103,8 @@ class Engine:
     ) -> Engine:
         "Load, measure what a step needs, allocate the cache, warm every shape up. Raises as `open_checkpoint`, and RuntimeError if a cache has no room."
         if not 0 < memory <= 1: raise ValueError(f"memory is {memory}; accepted is a share over 0, at most 1")
+        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens), ("block_size", block_size), ("blocks", blocks)):
+            if value is not None and value < 1: raise ValueError(f"{name} is {value}; accepted is at least 1")
         checkpoint = open_checkpoint(folder)
         runner = ModelRunner(checkpoint.config, load_weights(checkpoint, dtype, device, progress, kind), block_size=block_size, max_batch=max_batch,
                              max_step_tokens=max_step_tokens)
