@@ -390,7 +390,8 @@ def test_the_page_reads_a_run(slower: float, reached: int, tmp_path: Path) -> No
     assert f"Of 5 levels {reached} reached the aimed speed" in text
     assert f"no worse at {5 if slower > 1 else 0}" in text
     assert "64 sequences hit 63.5 of 64 experts" in text
-    assert sum(s.startswith("<svg") for s in shown) == 3
+    assert sum(s.startswith("<svg") for s in shown) == 4
+    assert any("a layer and a half" in s for s in shown)
     [step] = [s for s in shown if "of one decode step" in s]
     for part in ("experts", "dense products", "norms, rotary, cache", "nothing running"): assert part in step
     assert "attention" not in step
