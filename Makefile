@@ -32,13 +32,14 @@ test: $(READY)  ## set up, then everything that CI runs
 check-fast: $(READY)  ## the inner loop: lint, types, drift, layering, quick tests
 	bash tools/check.sh fast
 
-export: $(READY)  ## notebooks → dispatch/ and README.md, notebooks cleaned
+export: $(READY)  ## notebooks → dispatch/ and README.md, proto/ → dispatch/pb, notebooks cleaned
+	bash tools/proto.sh
 	nbdev_export
 	nbdev_clean
 	python tools/readme.py
 
 lock: $(READY)  ## resolve requirements.lock anew from pyproject.toml
-	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras -o requirements.lock pyproject.toml
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --extra dev --extra lab -o requirements.lock pyproject.toml
 
 lab: $(READY)  ## edit the notebooks in JupyterLab
 	JUPYTER_CONFIG_DIR=$(CURDIR)/$(VENV)/home/.jupyter jupyter lab nbs

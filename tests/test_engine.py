@@ -181,7 +181,7 @@ def test_who_stops_listening_aborts(serving: AsyncEngine) -> None:
     asyncio.run(cancelled())
     def idle(e: Engine) -> bool: return not (e.scheduler.running or e.scheduler.waiting)
     assert serving.call(idle)
-    assert not serving._listeners
+    assert not serving._boxes
 
 
 def test_ten_thousand_requests_are_queued(model: DeepseekMoE) -> None:
@@ -201,7 +201,32 @@ def test_an_engine_that_breaks_tells_everyone(model: DeepseekMoE, monkeypatch: p
     with pytest.raises(EngineError, match="the GPU is gone"): asyncio.run(text_of(engine, [5], SamplingParams()))
     assert broken.is_set()
     with pytest.raises(EngineError, match="the GPU is gone"): asyncio.run(text_of(engine, [5], SamplingParams()))
+    with pytest.raises(EngineError, match="the GPU is gone"): engine.call(lambda e: e.busy)
+    assert not engine._boxes
     engine.close()
+
+
+def test_what_is_asked_while_the_engine_breaks_or_closes_ends_too(model: DeepseekMoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, begun, go = AsyncEngine(engine_of(model)), threading.Event(), threading.Event()
+    def launch(batch: object) -> None:
+        begun.set()
+        go.wait()
+        raise RuntimeError("the GPU is gone")
+    monkeypatch.setattr(engine.engine.runner, "launch", launch)
+    async def asked() -> list[object]:
+        first = asyncio.create_task(text_of(engine, [5], SamplingParams()))
+        await asyncio.to_thread(begun.wait)
+        late = [asyncio.create_task(text_of(engine, [i], SamplingParams())) for i in range(3)]
+        called = asyncio.create_task(asyncio.to_thread(engine.call, lambda e: e.busy))
+        await asyncio.sleep(0.1)
+        go.set()
+        return await asyncio.wait_for(asyncio.gather(first, *late, called, return_exceptions=True), 10)
+    assert [type(e) for e in asyncio.run(asked())] == [EngineError] * 5
+    engine.close()
+    closed = AsyncEngine(engine_of(model))
+    closed.close()
+    closed.close()
+    with pytest.raises(EngineError, match="closed"): closed.call(lambda e: e.busy)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])

@@ -17,6 +17,8 @@ drift() { # exporting and cleaning again must change nothing
   (cd $scratch && nbdev_export && nbdev_clean) || return 1
   diff -r -x __pycache__ dispatch $scratch/dispatch && diff -r -x .ipynb_checkpoints nbs $scratch/nbs ||
     { echo "the package is not what the notebooks export; run \`make export\` and commit both"; return 1; }
+  bash tools/proto.sh "$PWD/$scratch/stubs" && diff -r -x __pycache__ dispatch/pb $scratch/stubs/dispatch/pb ||
+    { echo "dispatch/pb is not what proto/ gives; run \`make export\` and commit both"; return 1; }
   python tools/readme.py --check
 }
 nbval() { # nbval wants the execution counts that nbdev_clean removes, so it gets copies that have them

@@ -216,7 +216,9 @@ async def start_dispatch(o: Options) -> Engine:
         async for out in engine.generate(list(prompt), ours.SamplingParams(max_tokens=output_len, ignore_eos=True)):
             if new := len(out.token_ids): yield new
 
-    return Engine(dict(version=dispatch.__version__), generate, engine.close, {
+    r = engine.engine.runner
+    facts = dict(version=dispatch.__version__, max_num_seqs=r.max_batch, max_num_batched_tokens=r.max_step_tokens, kv_tokens=r.blocks * r.block_size)
+    return Engine(facts, generate, engine.close, {
         "experts_hit": engine.experts_hit, "profile_step": engine.profile_step,
         "agree": lambda prompts, output_len: engine.call(lambda e: agreement(e, prompts, output_len))})
 

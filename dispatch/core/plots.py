@@ -78,7 +78,8 @@ def over_tokens(
             ax.set_title(panel, fontsize="medium")
             if log: ax.set_yscale("log")
         axes[0][0].set_ylabel(ylabel)
-        fig.legend(*axes[0][-1].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
+        handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        fig.legend(list(handles.values()), list(handles), fontsize="small", loc="outside right upper")
         fig.suptitle(title, x=0.01, ha="left", fontsize="large")
         if caption: fig.text(0.01, -0.04, caption, fontsize=7, color="0.45")
     return svg(fig)

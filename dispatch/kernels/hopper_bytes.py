@@ -320,9 +320,6 @@ def bytes_refuses(
     return None
 
 
-
-
-
 def _octets(w: torch.Tensor) -> list[Any]:
     "Of [experts, gate or up, I, H] every fourth eight rows, beginning with the first, second, third and fourth: [experts, I/32, gate or up, 8, H] each."
     (experts, _, I, H), (e, half, line, _) = w.shape, w.stride()

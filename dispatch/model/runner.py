@@ -144,9 +144,9 @@ class ModelRunner:
     config: ModelConfig
     weights: Weights
     blocks: int = 0  # of the cache; `allocate` sets it
-    block_size: int = 16
-    max_batch: int = 256
-    max_step_tokens: int = 4096
+    block_size: int = 16  # tokens
+    max_batch: int = 256  # sequences of a step
+    max_step_tokens: int = 4096  # of one step, all sequences together
     graphs: dict[int, Graph] = field(default_factory=dict)  # by sequences, rising
     segments: dict[int, list[torch.cuda.CUDAGraph]] = field(default_factory=dict)  # by tokens: what lies between attentions
     on_routing: Callable[[int, torch.Tensor], None] | None = None  # is told the layer and top_k_index [T, K]; such steps don't use graphs
@@ -190,7 +190,10 @@ class ModelRunner:
         self,
         batch: Batch,
     ) -> Flight:
-        "Start a step. Its tokens are in `last` for the next step at once, and on the host when the flight is done."
+        """Start a step. Its tokens are in `last` for the next step at once, and on the host when the flight is done.
+
+        The batch has at most `max_step_tokens` tokens and `max_batch` sequences; more are not checked.
+        """
         with torch.inference_mode():
             graph = self._graph(batch)
             if self.copied: self.copied.synchronize()  # what is written below has been read
@@ -330,7 +333,7 @@ class ModelRunner:
 
     def room(
         self,
-        memory: float,  # share of the GPU's that all of this may take
+        memory: float,  # share of the GPU's memory, 0 to 1, that weights, work space and cache may take
     ) -> int:  # blocks
         "How many blocks fit, after the largest step has shown what it needs. RuntimeError if none."
         if self.device.type == "cpu":

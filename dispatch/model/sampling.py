@@ -24,7 +24,9 @@ class SamplingParams(generate.SamplingParams):
     stop: tuple[str, ...] = ()  # texts that end the answer, and are not part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the answer, and are its last
     min_tokens: int = 0  # no end token before so many
-    logprobs: int | None = None  # the log probabilities of so many likeliest tokens, and of the chosen one
+    # the log probabilities of so many likeliest tokens, and of the chosen one; of the model's distribution, before temperature and cuts;
+    # an end token that min_tokens forbids has -inf
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ import queue
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,7 +34,7 @@ from .kv_cache import BlockPool
 from .scheduler import PENDING, Piece, Request, Scheduler
 
 # %% auto #0
-__all__ = ['AnswerText', 'Generation', 'Output', 'Engine', 'EngineError', 'AsyncEngine']
+__all__ = ['Box', 'AnswerText', 'Generation', 'Output', 'Engine', 'EngineError', 'AsyncEngine']
 
 # %% ../../nbs/serving/42_engine.ipynb #8f35407e
 class AnswerText:
@@ -60,6 +61,9 @@ class Generation(Request):
     "A request with what it was asked for."
     params: SamplingParams = field(default_factory=SamplingParams)
     text: AnswerText | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float | None = None  # when the first step with a part of its prompt was launched
+    cached: int = 0  # tokens of its prompt that were in the prefix cache then
 
 
 @dataclass
@@ -157,6 +161,9 @@ class Engine:
     def step(self) -> list[Output]:
         "Launch the next step, and answer with the one before."
         pieces = sorted(self.scheduler.schedule(), key=lambda p: p.end - p.start > 1)
+        for p in pieces:
+            assert isinstance(p.request, Generation)
+            if p.request.started is None: p.request.started, p.request.cached = time.perf_counter(), p.start
         if pieces:
             self.flights.append((pieces, self.runner.launch(self._batch(pieces))))
             self.scheduler.advance(pieces)
@@ -295,6 +302,9 @@ def _logprobs(found: Sampled, row: int, most: int) -> dict[int, float]:
     return {int(found.tokens[row]): float(found.logprobs[row])} | top
 
 # %% ../../nbs/serving/42_engine.ipynb #dada7ea2
+Box = asyncio.Queue[tuple[Generation, Output | Exception]]  # what is told of requests
+
+
 class EngineError(RuntimeError):
     "The engine has stopped, and answers nobody any more."
 
@@ -304,9 +314,10 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.config = engine, engine.config
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._listeners = dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Output | Exception]]]()  # by request id
-        self._failed: Exception | None = None
+        self.failed: Exception | None = None  # why it has stopped
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._boxes = dict[Generation, tuple[asyncio.AbstractEventLoop, Box]]()
+        self._lock = threading.Lock()  # no command comes in once the engine has failed
         sys.setswitchinterval(min(sys.getswitchinterval(), 5e-4))  # so that a step's launch doesn't wait long for coroutines
         self._thread = threading.Thread(target=self._run, name="dispatch engine", daemon=True)
         self._thread.start()
@@ -316,38 +327,47 @@ class AsyncEngine:
         "`Engine.load` with a thread to run it."
         return cls(Engine.load(folder, **options))
 
+    def submit(
+        self,
+        request: Generation,  # made by `Engine.request`
+        box: Box,  # of the running event loop; may be many requests'
+    ) -> None:
+        "Queue a request: its outputs, or the exception that ends it, are put into `box`. EngineError where the engine has stopped."
+        self._boxes[request] = asyncio.get_running_loop(), box
+        try: self._command(lambda: self._add(request))
+        except EngineError:
+            self._boxes.pop(request, None)
+            raise
+
+    def abort(self, request: Generation) -> None:
+        "End a request; nothing more is told of it."
+        self._boxes.pop(request, None)
+        with suppress(EngineError): self._command(lambda: self.engine.abort(request))
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> AsyncIterator[Output]:
         "Outputs as they come. ValueError for a request that can't be answered; EngineError where the engine has stopped."
-        if self._failed: raise EngineError(f"the engine has stopped: {self._failed}") from self._failed
-        request, box = self.engine.request(prompt_ids, params), asyncio.Queue[Output | Exception]()
-        self._listeners[request.id] = asyncio.get_running_loop(), box
-        self._commands.put(lambda: self._add(request))
-        out: Output | None = None
+        request, box = self.engine.request(prompt_ids, params), Box()
+        self.submit(request, box)
+        over = False
         try:
-            while out is None or not out.finished:
-                got = await box.get()
+            while not over:
+                _, got = await box.get()
+                over = isinstance(got, Exception) or bool(got.finished)
                 if isinstance(got, Exception): raise got
-                out = got
-                yield out
+                yield got
         finally:
-            self._listeners.pop(request.id, None)
-            if out is None or not out.finished: self._commands.put(lambda: self.engine.abort(request))
+            if not over: self.abort(request)
 
     def call(
         self,
         function: Callable[[Engine], Any],
     ) -> Any:
-        "What a function of the engine returns, run between two steps; waits for it."
-        done: Future[Any] = Future()
-        def run() -> None:
-            try: done.set_result(function(self.engine))
-            except Exception as e: done.set_exception(e)
-        self._commands.put(run)
-        return done.result()
+        "What a function of the engine returns, run between two steps; waits for it. EngineError where the engine has stopped."
+        return self._command(lambda: function(self.engine)).result()
 
     def experts_hit(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         "`Engine.experts_hit`."
@@ -362,31 +382,45 @@ class AsyncEngine:
         self._commands.put(None)
         self._thread.join()
 
+    def _command(self, function: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        with self._lock:
+            if self.failed: raise EngineError(f"the engine has stopped: {self.failed}") from self.failed
+            self._commands.put((function, done))
+        return done
+
     def _add(self, request: Generation) -> None:
         try: self.engine.add(request)
-        except ValueError as e: self._tell([(request.id, e)])
+        except Exception as e: self._tell([(request, e)])
 
     def _run(self) -> None:
         try:
             while True:
                 for command in self._next_commands():
                     if command is None: raise EngineError("it was closed")
-                    command()
-                if self.engine.busy: self._tell([(out.request.id, out) for out in self.engine.step()])
+                    function, done = command
+                    try: done.set_result(function())
+                    except Exception as e: done.set_exception(e)
+                if self.engine.busy: self._tell([(out.request, out) for out in self.engine.step()])
         except Exception as e:
-            self._failed = e
-            self._tell([(i, EngineError(f"the engine has stopped: {e}")) for i in list(self._listeners)])
+            with self._lock: self.failed = e
+            gone = EngineError(f"the engine has stopped: {e}")
+            while not self._commands.empty():
+                if command := self._commands.get(): command[1].set_exception(gone)
+            self._tell([(request, gone) for request in list(self._boxes)])
 
-    def _next_commands(self) -> Iterator[Callable[[], object] | None]:
+    def _next_commands(self) -> Iterator[tuple[Callable[[], Any], Future[Any]] | None]:
         "Those that have come; waits for one where there is nothing else to do."
         if not self.engine.busy: yield self._commands.get()
         while not self._commands.empty(): yield self._commands.get()
 
-    def _tell(self, told: Sequence[tuple[int, Output | Exception]]) -> None:
+    def _tell(self, told: Sequence[tuple[Generation, Output | Exception]]) -> None:
         "One call for each event loop."
         by_loop = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Any], Any]]]()
-        for i, what in told:
-            if listener := self._listeners.get(i): by_loop.setdefault(listener[0], []).append((listener[1], what))
+        for request, what in told:
+            over = isinstance(what, Exception) or what.finished
+            if listener := self._boxes.pop(request, None) if over else self._boxes.get(request):
+                by_loop.setdefault(listener[0], []).append((listener[1], (request, what)))
         def put(some: list[tuple[asyncio.Queue[Any], Any]]) -> None:
             for box, what in some: box.put_nowait(what)
         for loop, some in by_loop.items():

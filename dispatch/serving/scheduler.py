@@ -57,7 +57,7 @@ class Scheduler:
         self,
         pool: BlockPool,
         max_batch: int = 256,  # requests that run at a time
-        max_step_tokens: int = 2048,  # tokens of a step
+        max_step_tokens: int = 4096,  # tokens of a step
         max_length: int = 4096,  # tokens of a prompt and what follows, at most: the model's positions
     ) -> None:
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens), ("max_length", max_length)):
@@ -86,7 +86,7 @@ class Scheduler:
         request.finished = why
 
     def schedule(self) -> list[Piece]:
-        "The next step, those that decode first; nothing just if no request needs one."
+        "The next step, those that decode first; empty only if no request needs a step."
         pieces, budget, short = list[Piece](), self.max_step_tokens, False
         for request in sorted(self.running, key=lambda r: len(r.token_ids) - r.computed > 1):
             if not budget: break
