@@ -46,6 +46,11 @@ class BlockPool:
         self.named: dict[bytes, int] = {}  # hash → block
         self.name: list[bytes | None] = [None] * blocks
 
+    @property
+    def usage(self) -> float:
+        "Share of the blocks that are held, 0 to 1."
+        return 1 - len(self.free) / self.size
+
     def needed(self, table: Table, tokens: int) -> int:
         "Blocks that a table lacks to hold so many tokens."
         return max(0, -(-tokens // self.block_size) - len(table.blocks))

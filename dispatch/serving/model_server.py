@@ -42,12 +42,12 @@ class Metrics:
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry, self.labels = CollectorRegistry(), {"model_name": model_name, "engine": "0"}
-        pool, scheduler = engine.engine.scheduler.pool, engine.engine.scheduler
+        scheduler = engine.engine.scheduler
         def gauge(name: str, about: str, value: Callable[[], float]) -> None:
             Gauge(name, about, [*self.labels], registry=self.registry).labels(**self.labels).set_function(value)
         gauge("vllm:num_requests_running", "Requests that the engine computes.", lambda: len(scheduler.running))
         gauge("vllm:num_requests_waiting", "Requests that wait for the engine.", lambda: len(scheduler.waiting))
-        gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks that are held; 1 is all.", lambda: 1 - len(pool.free) / pool.size)
+        gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's blocks that are held; 1 is all.", lambda: scheduler.pool.usage)
         def counter(name: str, about: str) -> Any: return Counter(name, about, [*self.labels], registry=self.registry).labels(**self.labels)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
@@ -159,7 +159,7 @@ class EngineService(pb_grpc.EngineServicer):
     async def GetLoad(self, asked: pb.GetLoadRequest, context: Any) -> pb.Load:
         "How busy the engine is."
         s = self.engine.engine.scheduler
-        return pb.Load(running=len(s.running), waiting=len(s.waiting), kv_cache_usage=1 - len(s.pool.free) / s.pool.size)
+        return pb.Load(running=len(s.running), waiting=len(s.waiting), kv_cache_usage=s.pool.usage)
 
     def _start(self, asked: pb.GenerateRequest, box: asyncio.Queue[Any], mine: dict[Generation, _Answer]) -> None:
         name = asked.request_id

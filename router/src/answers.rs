@@ -1,6 +1,7 @@
 //! A request's choices, from prompts to texts: one engine request each, told apart by their index.
 use std::{pin::Pin, sync::Arc, time::Instant};
 
+use axum::http::StatusCode;
 use futures::{Stream, stream::SelectAll};
 use serde_json::{Value, json};
 use tokio::time::{Duration, timeout_at};
@@ -75,8 +76,16 @@ pub fn logprobs(state: &State, tokens: &[(u32, Option<TokenLogprobs>)], offset: 
     let top = |l: &TokenLogprobs| l.top_ids.iter().copied().zip(l.top_logprobs.iter().map(|p| finite(*p))).collect::<Vec<_>>();
     if let Some(offset) = offset {
         let texts: Vec<String> = scored().map(|(t, _)| text_of(t)).collect();
-        let offsets: Vec<usize> = texts.iter().map(|t| { let at = *offset; *offset += t.chars().count(); at }).collect();
-        let best: Vec<Value> = scored().map(|(_, l)| top(l).into_iter().map(|(t, p)| (text_of(t), json!(p))).collect::<serde_json::Map<_, _>>().into()).collect();
+        let offsets: Vec<usize> = texts
+            .iter()
+            .map(|t| {
+                let at = *offset;
+                *offset += t.chars().count();
+                at
+            })
+            .collect();
+        let best: Vec<Value> =
+            scored().map(|(_, l)| top(l).into_iter().map(|(t, p)| (text_of(t), json!(p))).collect::<serde_json::Map<_, _>>().into()).collect();
         let own: Vec<f64> = scored().map(|(_, l)| finite(l.logprob)).collect();
         return json!({"tokens": texts, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets});
     }
@@ -108,6 +117,10 @@ impl Trace {
         Self { id: id.into(), route, begun: Instant::now(), status, ttft: None, prompt_tokens: 0, completion_tokens: 0, spans: Finished::default() }
     }
 
+    pub fn end(&mut self, status: StatusCode) {
+        self.status = status.as_u16();
+    }
+
     pub fn take(&mut self, part: &Part) {
         if self.ttft.is_none() {
             self.ttft = Some(self.begun.elapsed().as_secs_f64());
@@ -129,9 +142,17 @@ impl Drop for Trace {
         let seconds = self.begun.elapsed().as_secs_f64();
         let ms = |s: f64| (s * 1e5).round() / 100.0;
         tracing::info!(
-            request_id = self.id, route = self.route, status = self.status, prompt_tokens = self.prompt_tokens, completion_tokens = self.completion_tokens,
-            ttft_ms = self.ttft.map(ms), total_ms = ms(seconds), queue_ms = ms(self.spans.queue_s), prefill_ms = ms(self.spans.prefill_s),
-            decode_ms = ms(self.spans.decode_s), "request"
+            request_id = self.id,
+            route = self.route,
+            status = self.status,
+            prompt_tokens = self.prompt_tokens,
+            completion_tokens = self.completion_tokens,
+            ttft_ms = self.ttft.map(ms),
+            total_ms = ms(seconds),
+            queue_ms = ms(self.spans.queue_s),
+            prefill_ms = ms(self.spans.prefill_s),
+            decode_ms = ms(self.spans.decode_s),
+            "request"
         );
         metrics::counter!("dispatch_router_requests_total", "route" => self.route, "status" => self.status.to_string()).increment(1);
         metrics::histogram!("dispatch_router_request_duration_seconds", "route" => self.route).record(seconds);

@@ -1,4 +1,4 @@
-//! Every answer that is no success: OpenAI's `{"error": {message, type, param, code}}`, whatever went wrong and wherever.
+//! Every answer that is no success: `OpenAI`'s `{"error": {message, type, param, code}}`, whatever went wrong and wherever.
 use axum::{
     Json,
     http::{HeaderValue, StatusCode, header},

@@ -1,4 +1,4 @@
-//! OpenAI's HTTP API in front of model servers: tokenizes, validates, admits, balances and detokenizes. Only token ids go to a server.
+//! `OpenAI`'s HTTP API in front of model servers: tokenizes, validates, admits, balances and detokenizes. Only token ids go to a server.
 mod answers;
 mod chat;
 mod errors;
@@ -25,7 +25,7 @@ use tokio::{
 };
 use tracing_subscriber::EnvFilter;
 
-/// Serve OpenAI's API in front of dispatch model servers.
+/// Serve `OpenAI`'s API in front of dispatch model servers.
 #[derive(Parser)]
 #[command(version, about)]
 pub struct Options {
@@ -41,7 +41,7 @@ pub struct Options {
     /// What requests must name as their model [default: the servers' name]
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
-    /// A file of API keys, one a line; DISPATCH_API_KEYS may hold some, too, with commas between. None at all: no key is asked for.
+    /// A file of API keys, one a line; `DISPATCH_API_KEYS` may hold some, too, with commas between. None at all: no key is asked for.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Requests under way at most; more are answered with 429.
@@ -127,7 +127,9 @@ async fn main() -> Result<()> {
     tracing::info!(listen = %listener.local_addr()?, "ready");
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let serving = axum::serve(listener, routes::router(state.clone())).with_graceful_shutdown(async { let _ = stopped.await; });
+    let serving = axum::serve(listener, routes::router(state.clone())).with_graceful_shutdown(async {
+        let _ = stopped.await;
+    });
     let mut serving = tokio::spawn(serving.into_future());
     tokio::select! { _ = term.recv() => {}, _ = int.recv() => {}, end = &mut serving => return Ok(end??) }
     tracing::info!("draining");

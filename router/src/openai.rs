@@ -1,4 +1,4 @@
-//! What the OpenAI API's bodies may say, and what of it can be done here.
+//! What `OpenAI`'s bodies may say, and what of it can be done here.
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
@@ -110,7 +110,6 @@ pub struct Asked {
     pub stream: bool,
     pub include_usage: bool,
     pub stops: Vec<String>,
-    pub logprobs: Option<u32>, // how many likeliest tokens are told beside each
     pub max_tokens: Option<u32>,
     pub params: pb::SamplingParams,
 }
@@ -172,6 +171,6 @@ impl Request {
         };
         let max_tokens = self.max_completion_tokens.or(self.max_tokens);
         let include_usage = self.stream_options.as_ref().is_some_and(|o| o.include_usage);
-        Ok(Asked { n: self.n.unwrap_or(1), stream, include_usage, stops, logprobs, max_tokens, params })
+        Ok(Asked { n: self.n.unwrap_or(1), stream, include_usage, stops, max_tokens, params })
     }
 }

@@ -4,7 +4,7 @@ use std::{convert::Infallible, sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     extract::{Request as HttpRequest, State as AxumState},
-    http::{HeaderValue, header},
+    http::{HeaderValue, StatusCode, header},
     middleware::{Next, from_fn_with_state},
     response::{
         IntoResponse, Response,
@@ -177,9 +177,13 @@ fn conversation(state: &State, info: &ModelInfo, messages: Vec<serde_json::Map<S
     Ok(info.bos_token_id.into_iter().filter(|_| !begun).chain(ids).collect())
 }
 
-async fn completions(AxumState(state): App, request: HttpRequest) -> Result<Response, ApiError> { generate(state, request, false).await }
+async fn completions(AxumState(state): App, request: HttpRequest) -> Result<Response, ApiError> {
+    generate(state, request, false).await
+}
 
-async fn chat(AxumState(state): App, request: HttpRequest) -> Result<Response, ApiError> { generate(state, request, true).await }
+async fn chat(AxumState(state): App, request: HttpRequest) -> Result<Response, ApiError> {
+    generate(state, request, true).await
+}
 
 async fn generate(state: Arc<State>, request: HttpRequest, chat: bool) -> Result<Response, ApiError> {
     let (id, body) = read(&state, request).await?;
@@ -187,14 +191,23 @@ async fn generate(state: Arc<State>, request: HttpRequest, chat: bool) -> Result
     let answered = answer(&state, &body, &mut trace, chat).await;
     match answered {
         Ok((asked, info, parts, first)) if asked.stream => {
-            trace.status = 200;
-            Ok(events(Form::new(state, &info, &asked, &id, chat), asked, parts, first, trace))
+            trace.end(StatusCode::OK);
+            Ok(events(Form::new(state, &info, &asked, &id, chat), parts, first, trace))
         }
-        Ok((asked, info, parts, first)) => match whole(Form::new(state, &info, &asked, &id, chat), &asked, parts, first, &mut trace).await {
-            Ok(body) => { trace.status = 200; Ok(Json(body).into_response()) }
-            Err(e) => { trace.status = e.status.as_u16(); Err(e) }
+        Ok((asked, info, parts, first)) => match whole(&Form::new(state, &info, &asked, &id, chat), parts, first, &mut trace).await {
+            Ok(body) => {
+                trace.end(StatusCode::OK);
+                Ok(Json(body).into_response())
+            }
+            Err(e) => {
+                trace.end(e.status);
+                Err(e)
+            }
         },
-        Err(e) => { trace.status = e.status.as_u16(); Err(e) }
+        Err(e) => {
+            trace.end(e.status);
+            Err(e)
+        }
     }
 }
 
@@ -243,11 +256,11 @@ async fn answer(state: &Arc<State>, body: &[u8], trace: &mut Trace, chat: bool) 
         max_tokens.push(wanted.min(most - n) as u32);
     }
     trace.prompt_tokens = prompts.iter().map(Vec::len).sum();
-    let _permit = state.permits.clone().try_acquire_owned().map_err(|_| ApiError::overloaded())?;
+    let permit = state.permits.clone().try_acquire_owned().map_err(|_| ApiError::overloaded())?;
     let mut parts = answers::start(state, &trace.id, &asked, &prompts, &max_tokens)?;
     let first = parts.next().await.ok_or_else(ApiError::internal)??;
     trace.take(&first);
-    Ok((asked, info, Admitted { parts, choices, _permit }, first))
+    Ok((asked, info, Admitted { parts, choices, _permit: permit }, first))
 }
 
 /// How a request's answer is written.
@@ -300,8 +313,7 @@ impl Form {
 }
 
 /// The whole answer at once.
-async fn whole(form: Form, asked: &Asked, mut admitted: Admitted, first: Part, trace: &mut Trace) -> Result<Value, ApiError> {
-    let _ = asked;
+async fn whole(form: &Form, mut admitted: Admitted, first: Part, trace: &mut Trace) -> Result<Value, ApiError> {
     let mut all: Vec<Part> = (0..admitted.choices).map(|index| Part { index, ..Part::default() }).collect();
     let mut next = Some(first);
     while let Some(part) = next {
@@ -314,22 +326,25 @@ async fn whole(form: Form, asked: &Asked, mut admitted: Admitted, first: Part, t
             trace.take(part);
         }
     }
-    let choices: Vec<Value> = all.iter().map(|part| {
-        let mut choice = json!({"index": part.index, "logprobs": form.scores(&part.tokens, &mut 0), "finish_reason": part.finish});
-        if form.chat {
-            choice["message"] = json!({"role": "assistant", "content": part.text, "refusal": null});
-        } else {
-            choice["text"] = json!(part.text);
-        }
-        choice
-    }).collect();
+    let choices: Vec<Value> = all
+        .iter()
+        .map(|part| {
+            let mut choice = json!({"index": part.index, "logprobs": form.scores(&part.tokens, &mut 0), "finish_reason": part.finish});
+            if form.chat {
+                choice["message"] = json!({"role": "assistant", "content": part.text, "refusal": null});
+            } else {
+                choice["text"] = json!(part.text);
+            }
+            choice
+        })
+        .collect();
     let mut body = form.body(false, &json!(choices));
     body["usage"] = trace.usage();
     Ok(body)
 }
 
 /// The answer as it comes: an event a part, usage if it was asked for, and `[DONE]`; a failure is an event with an error, and the last.
-fn events(form: Form, asked: Asked, mut admitted: Admitted, first: Part, mut trace: Trace) -> Response {
+fn events(form: Form, mut admitted: Admitted, first: Part, mut trace: Trace) -> Response {
     let stream = async_stream::stream! {
         let (mut begun, mut offsets) = (vec![false; admitted.choices], vec![0; admitted.choices]);
         let mut next: Option<Result<Part, ApiError>> = Some(Ok(first));
@@ -342,7 +357,7 @@ fn events(form: Form, asked: Asked, mut admitted: Admitted, first: Part, mut tra
                     }
                 }
                 Err(e) => {
-                    trace.status = e.status.as_u16();
+                    trace.end(e.status);
                     yield e.body().to_string();
                     return;
                 }
@@ -350,7 +365,7 @@ fn events(form: Form, asked: Asked, mut admitted: Admitted, first: Part, mut tra
             next = admitted.parts.next().await;
             if let Some(Ok(part)) = &next { trace.take(part); }
         }
-        if asked.include_usage {
+        if form.include_usage {
             let mut body = form.body(true, &json!([]));
             body["usage"] = trace.usage();
             yield body.to_string();

@@ -8,15 +8,8 @@ use tokenizers::{
 
 /// Spaces of several kinds, newlines, code, Chinese, emoji of several code points, combining marks: the samples of
 /// `dispatch.model.tokenizer`, so that Rust and Python mend the same tokenizers.
-const SAMPLES: [&str; 7] = [
-    "Hello, world!",
-    " leading and  double  spaces ",
-    "line\nbreak\n\n\ttab",
-    "def f(x):\n    return x + 1\n",
-    "你好，世界。",
-    "👩🏽‍🚀 and 🇫🇷",
-    "naïve café é",
-];
+const SAMPLES: [&str; 7] =
+    ["Hello, world!", " leading and  double  spaces ", "line\nbreak\n\n\ttab", "def f(x):\n    return x + 1\n", "你好，世界。", "👩🏽‍🚀 and 🇫🇷", "naïve café é"];
 
 /// The first sample that doesn't survive encoding and decoding.
 fn lost_text(tokenizer: &Tokenizer) -> Option<&'static str> {
@@ -42,7 +35,7 @@ pub fn load_tokenizer(folder: &Path) -> Result<Tokenizer> {
     if lost_text(&tokenizer).is_some() && is_byte_level(&tokenizer) {
         tokenizer.with_decoder(Some(ByteLevel::default()));
         if lost_text(&tokenizer).is_some() {
-            tokenizer.with_normalizer(None::<NormalizerWrapper>);
+            tokenizer.with_normalizer(None::<NormalizerWrapper>).map_err(|e| anyhow::anyhow!("{} can't be mended: {e}", path.display()))?;
             tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
         }
     }

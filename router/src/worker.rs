@@ -150,7 +150,8 @@ impl Workers {
         let info = Arc::new(RwLock::new(None));
         let mut all = Vec::new();
         for (index, address) in addresses.iter().enumerate() {
-            let endpoint = Endpoint::from_shared(address.clone()).map_err(|_| anyhow::anyhow!("--worker {address:?} is no address; accepted is http://HOST:PORT"))?;
+            let endpoint =
+                Endpoint::from_shared(address.clone()).map_err(|_| anyhow::anyhow!("--worker {address:?} is no address; accepted is http://HOST:PORT"))?;
             let channel = endpoint.connect_timeout(Duration::from_secs(5)).tcp_nodelay(true).connect_lazy();
             let worker = Arc::new(Worker { index, channel, line: RwLock::default(), serving: AtomicBool::new(false), under_way: AtomicUsize::new(0) });
             tokio::spawn(worker.clone().run(info.clone()));
