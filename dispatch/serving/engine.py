@@ -105,7 +105,10 @@ class Engine:
         prefix_cache: bool = True,  # let prompts that begin alike share their beginnings' keys and values
         progress: bool = True,
     ) -> Engine:
-        "Load, measure what a step needs, allocate the cache, warm every shape up. Raises as `open_checkpoint`, and RuntimeError if a cache has no room."
+        """Load, measure what a step needs, allocate the cache, warm every shape up.
+
+        Raises as `open_checkpoint`, ValueError for options out of range, RuntimeError if a cache has no room.
+        """
         if not 0 < memory <= 1: raise ValueError(f"memory is {memory}; accepted is a share over 0, at most 1")
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens), ("block_size", block_size), ("blocks", blocks)):
             if value is not None and value < 1: raise ValueError(f"{name} is {value}; accepted is at least 1")
@@ -245,7 +248,10 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
     ) -> list[int]:
-        "How many experts each mixture layer reads for one decode step of these sequences."
+        """How many experts each mixture layer reads for one decode step of these sequences.
+
+        On an idle engine: outputs of other requests are lost. ValueError where so many sequences don't fit.
+        """
         hit = list[int]()
         requests = self._decoding(prompts)
         self.runner.on_routing = lambda layer, index: hit.append(len(set(index[index >= 0].tolist())))
@@ -260,7 +266,10 @@ class Engine:
         batch: int,  # sequences
         context: int,  # tokens of each
     ) -> list[dict[str, Any]]:
-        "What the GPU did in one step of single tokens: each kernel's name, start_us, dur_us and stream."
+        """What the GPU did in one step of single tokens: each kernel's name, start_us, dur_us and stream.
+
+        On an idle engine: outputs of other requests are lost. ValueError where so many sequences don't fit.
+        """
         g = np.random.default_rng(0)
         requests = self._decoding(g.integers(0, self.config.vocab_size, (batch, context)).tolist())
         for _ in range(4): self.step()
@@ -278,7 +287,6 @@ class Engine:
         found = sorted((e for e in events if e.get("cat") in wanted), key=lambda e: float(e["ts"]))
         return [dict(name=e["name"], start_us=round(float(e["ts"]) - float(found[0]["ts"]), 3), dur_us=float(e["dur"]),
                      stream=e.get("args", {}).get("stream", 0)) for e in found]
-
 
     def _decoding(self, prompts: Sequence[Sequence[int]]) -> list[Generation]:
         "These alone, each with its prompt computed. ValueError where so many don't run at a time."

@@ -257,7 +257,7 @@ class ModelServer:
         loop = asyncio.get_running_loop()
         for s in (signal.SIGTERM, signal.SIGINT):
             with suppress(ValueError, RuntimeError): loop.add_signal_handler(s, signals.put_nowait, s)  # a thread has no signals
-        sampling = asyncio.create_task(self._sample_loads())  # an engine that fails ends it: the loop below says so
+        sampling = asyncio.create_task(self._sample_loads())
         self.service.log.info("ready", model=self.service.model_name, grpc=f"{self.host}:{self.port}", metrics=f"{self.host}:{self.metrics_port}")
         self.ready.set()
         try:
@@ -271,6 +271,7 @@ class ModelServer:
             stop.cancel()
         finally:
             sampling.cancel()
+            with suppress(asyncio.CancelledError, EngineError): await sampling
             await server.stop(0.2)
             if web: web.shutdown()
             failed = self.service.engine.failed
